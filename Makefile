@@ -26,7 +26,7 @@ INSTALL := $(BIN)/python -m pip --disable-pip-version-check -q install
 .DEFAULT_GOAL := help
 .PHONY: help venv demo wheels native-key check lint test test-rest test-full test-in-lanes rest-in-lanes \
 	units-waiting units-computing test-mlx test-native test-e2e test-gateway test-ranks rest-native rest-e2e rest-ranks \
-	test-hosts rig seconds clients check-native soak golden format bench bench-cpu bench-gateway clean
+	test-hosts rig seconds clients check-native soak golden docs format bench bench-cpu bench-gateway clean
 
 help:
 	@echo 'make demo    ask a small model three things and kill a rank meanwhile (KEEP=1 leaves the server running)'
@@ -40,6 +40,7 @@ help:
 	@echo 'make check-native  the native kernels under sanitizers'
 	@echo 'make soak    the long tests: whole grids of which the others run a part (hours)'
 	@echo 'make golden  mlx-lm'\''s answers for this kind of processor, into tests/golden'
+	@echo 'make docs    write the pages and pictures that are made from the code: docs/reference, docs/errors.md'
 	@echo 'make format  rewrite the sources in the project'\''s style'
 	@echo 'make bench   phalanx against mlx_lm.server, side by side'
 	@echo 'make bench-cpu  the native kernels against llama.cpp (builds llama-cpp-python)'
@@ -233,6 +234,9 @@ soak: $(READY)
 
 golden: $(READY)
 	cd tests && ../$(BIN)/python -m support.golden
+
+docs: $(READY)
+	$(BIN)/python -m tools.reference
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

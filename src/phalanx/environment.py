@@ -26,6 +26,32 @@ WORKER_ADMIN_KEY_VARIABLE = "PHALANX_WORKER_ADMIN_KEY"
 ENDPOINT_VARIABLE = "HF_ENDPOINT"
 GUARD_VARIABLES = ("PHALANX_MEMORY_GUARD_GB", "MLX_MEMORY_GUARD_GB")
 
+VARIABLES: Mapping[str, str] = {
+    API_KEY_VARIABLE: "Keys that `serve` and `gateway` ask clients for, with blanks between them; `chat`, `launch` and "
+    "`demo` send the first.",
+    ADMIN_KEY_VARIABLE: "The admin key of `serve`: gateways move streams with it, and it manages models.",
+    GATEWAY_ADMIN_KEY_VARIABLE: "The key of `/admin` of `gateway`.",
+    WORKER_KEY_VARIABLE: "The key that `gateway` sends to replicas.",
+    WORKER_ADMIN_KEY_VARIABLE: "The admin key of a gateway's replicas.",
+    GUARD_VARIABLES[0]: "GiB that ranks leave free for the rest of the machine, as --memory-guard-gb.",
+    GUARD_VARIABLES[1]: "The same, where the first one is not set.",
+    KERNELS_VARIABLE: "0: a rank does not load the native CPU kernels, as --no-cpu-kernels.",
+    LAUNCHD_VARIABLE: "1: launchd started this process; an error that a restart cannot mend then ends with 0.",
+    "KERN_ISA": "Instruction set of the native CPU kernels (docs/native-kernels.md); without it, the best one.",
+    "KERN_THREADS": "Threads of the native CPU kernels in a program other than a rank; ranks have --threads.",
+    RUNTIME_VARIABLE: "Directory of sockets and PID files, if it is this user's alone.",
+    "TMPDIR": "The same, where no other directory will do. Ranks get a directory of their own as theirs.",
+    "XDG_CACHE_HOME": "phalanx's caches and imported GGUF files lie in its folder `phalanx`; without it in `~/.cache`.",
+    "HF_HOME": "Models of the hub lie in its folder `hub`; without it in `~/.cache/huggingface`.",
+    "HF_HUB_CACHE": "Models of the hub lie here instead.",
+    ENDPOINT_VARIABLE: "Address of the hub.",
+    "CUDA_VISIBLE_DEVICES": "The GPUs that ranks may use: numbers, or UUIDs or their beginnings.",
+    "NO_COLOR": "If it is set, errors and notes have no colours.",
+    "TERM": "`dumb`: the same.",
+}
+"""Variables that a user may set, and what each does, for `docs/reference/environment.md`. huggingface_hub reads others,
+such as HF_TOKEN; `rank_variables.py` has those that may be set for ranks."""
+
 
 def environment() -> Mapping[str, str]:
     """The process environment."""

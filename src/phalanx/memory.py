@@ -262,12 +262,12 @@ _GROUP_REMEDY = (
 
 def prediction_table(predictions: Sequence[Prediction]) -> str:
     """A table with one line per rank, in GiB."""
-    cells = [["host", "rank", "weights", "working", "KV", "guard", "available", "total", "memory"]]
+    cells = [["host", "rank", "weights", "working", "KV", "guard", "free", "total", "memory"]]
     for p in sorted(predictions, key=lambda p: p.rank):
         sizes = (p.weights, p.working, p.kv, p.guard, p.machine.available, p.machine.total)
         cells.append([p.host, str(p.rank), *(f"{size / GB:.2f}" for size in sizes), _MEMORY_OF[p.machine.kind]])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+    lines = [" ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
     return "\n".join([*lines, "(GiB; ranks of one host share its memory, and that of a GPU that they share)"])
 
 

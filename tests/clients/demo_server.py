@@ -21,10 +21,10 @@ QUEUE = 256  # what a benchmark sends at once waits, and is not refused
 
 
 @contextmanager
-def demo_server(model: Path = MODEL_DIR) -> Iterator[Running]:
-    """The server, in a thread of this process."""
+def demo_server(model: Path = MODEL_DIR, **settings: Any) -> Iterator[Running]:
+    """The server, in a thread of this process, with further settings of a server's."""
     engine = replace(CONFIG.engine, model=str(model), kv_cache_gb=0.25, prefix_cache_gb=0.05, memory_guard_gb=0.5)
-    config = replace(CONFIG, engine=engine, api_key=(KEY,), served_model_name=(SERVED,), queue=QUEUE)
+    config = replace(CONFIG, engine=engine, api_key=(KEY,), served_model_name=(SERVED,), queue=QUEUE, **settings)
     with running_server(Tokenizer.load(model), EngineProcess(engine), config) as running:
         yield running
 

@@ -1,5 +1,7 @@
 """One environment per client, installed once at pinned versions: `pins/NAME.txt` for pip, `pins/NAME/` for npm as well.
 
+The pins name every package: pip adds none, so that one may leave out what its client starts without.
+
 A client that cannot be installed is a failure that names it. Does not know what the clients do.
 """
 
@@ -18,7 +20,10 @@ PROGRAMS = HERE / "programs"
 ROOT = Path(os.environ.get("CLIENTS") or HERE.parents[1] / ".venv" / "clients")
 """Folder of the environments. `CLIENTS` names another."""
 
-UNWANTED = ("OPENAI_", "ANTHROPIC_", "CLAUDE_", "CODEX_", "OPENCODE_", "OLLAMA_", "PHALANX_", "PYTHONPATH")
+UNWANTED = (
+    "OPENAI_", "ANTHROPIC_", "CLAUDE_", "CODEX_", "OPENCODE_", "COPILOT_", "GH_", "GITHUB_", "QWEN_", "PI_", "OLLAMA_",
+    "PHALANX_", "PYTHONPATH",
+)  # fmt: skip
 """How settings of the user's begin that would lead a client elsewhere."""
 STAMP = ".installed"  # holds the digest of the pins that the environment was made from
 INSTALL_S = 900.0  # the largest client downloads several hundred megabytes
@@ -40,7 +45,17 @@ def environment(name: str) -> Path:
     if not (stamp.is_file() and stamp.read_text() == wanted):
         shutil.rmtree(folder, ignore_errors=True)
         _run(name, sys.executable, "-m", "venv", str(folder))
-        _run(name, str(folder / "bin" / "python"), "-m", "pip", "-q", "install", "-r", str(PINS / f"{name}.txt"))
+        _run(
+            name,
+            str(folder / "bin" / "python"),
+            "-m",
+            "pip",
+            "-q",
+            "install",
+            "--no-deps",
+            "-r",
+            str(PINS / f"{name}.txt"),
+        )
         if (PINS / name).is_dir():
             shutil.copytree(PINS / name, folder, dirs_exist_ok=True)
             _run(name, str(folder / "bin" / "npm"), "ci", "--no-audit", "--no-fund", cwd=folder)

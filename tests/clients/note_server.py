@@ -23,7 +23,12 @@ TASK = f"Run a shell command that shows the file {FILE}, and tell me what it say
 FINAL = f"The file says that {CONTENT}."
 ARGUMENTS = {
     "Bash": {"command": f"cat {FILE}", "description": "Show the file"},  # Claude Code
-    "bash": {"command": f"cat {FILE}", "description": "Show the file"},  # opencode
+    "bash": {"command": f"cat {FILE}", "description": "Show the file"},  # opencode, Copilot CLI, pi
+    "run_shell_command": {
+        "command": f"cat {FILE}",
+        "description": "Show the file",
+        "is_background": False,
+    },  # Qwen Code
     "exec_command": {"cmd": f"cat {FILE}"},  # Codex
     "shell_command": {"command": f"cat {FILE}"},  # Codex, other versions, and our programs
 }

@@ -24,10 +24,17 @@ CLIENTS = {  # program, and what else it is told -> environment
     "pydantic_ai_agent.py": "pydantic-ai",
     "openai_agents.py": "openai-agents",
     "openai_agents.py chat": "openai-agents",
+    "agent_framework_agent.py": "agent-framework",
+    "agent_framework_agent.py chat": "agent-framework",
+    "huggingface_client.py": "huggingface-hub",
     "instructor_client.py": "instructor",
 }
 LOOPS = [program for program in CLIENTS if program != "instructor_client.py"]  # it runs no tools
-WITHOUT_THOUGHTS = ["openai_node_tools.mjs", "langgraph_agent.py"]  # they read no reasoning
+WITHOUT_THOUGHTS = [
+    "openai_node_tools.mjs",
+    "langgraph_agent.py",
+    "agent_framework_agent.py chat",
+]  # they read no reasoning
 WITH_THOUGHTS = [program for program in LOOPS if program not in WITHOUT_THOUGHTS]
 
 

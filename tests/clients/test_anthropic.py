@@ -54,7 +54,7 @@ def test_a_text_that_a_stop_sequence_ends(report):
 
 
 def test_models(report):
-    assert report["models"] == [SERVED]
+    assert report["models"] == [[SERVED, "model", SERVED]]
 
 
 @pytest.mark.parametrize(

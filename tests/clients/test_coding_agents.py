@@ -21,6 +21,9 @@ AGENTS = {  # name -> environment, endpoint, arguments
         ["exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", TASK],
     ),
     "opencode": ("opencode", "/v1/chat/completions", ["run", TASK]),
+    "copilot": ("copilot-cli", "/v1/chat/completions", ["-p", TASK, "--allow-all-tools"]),
+    "qwen": ("qwen-code", "/v1/chat/completions", ["--approval-mode", "yolo", "-p", TASK]),
+    "pi": ("pi", "/v1/chat/completions", ["-p", TASK]),
 }
 ANSWERS = re.compile(r'^phalanx:http_requests_total\{endpoint="(.+?)",.*status="(\d+)"\} (\d+)', re.MULTILINE)
 

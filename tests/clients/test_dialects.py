@@ -17,7 +17,7 @@ CLIENTS: dict[str, tuple[str, list[Any], dict[str, Any]]] = {  # program -> envi
         [
             ["ResponseError", 404, UNKNOWN],
             ["ResponseError", 400, "options.top_p must be from 0 to 1, not 2.0."],
-            ["ResponseError", 400, "This server's model writes text; it makes no embeddings."],
+            ["ResponseError", 400, f"This server's model, {SERVED}, writes text. phalanx makes no embeddings"],
             ["ResponseError", 400, "'no such' is neither a short name nor a hub id"],
         ],
         {

@@ -23,7 +23,7 @@ def report(scripted_server, report_of) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize("way", ["whole", "streamed"])
+@pytest.mark.parametrize("way", ["whole", "streamed", "whole, asynchronous", "streamed, asynchronous"])
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_a_loop_of_tools(report, provider, way):
     thought = THOUGHT if PROVIDERS[provider] else ""

@@ -68,6 +68,23 @@ def test_every_dialect_passes_through_as_it_is(path):
     run(scenario())
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/embeddings", "/v1/rerank", "/rerank", "/api/embed"])
+def test_embeddings_of_a_model_that_no_replica_has_are_refused_with_what_to_do(path):
+    async def scenario() -> None:
+        async with StubReplica(streaming(1), models=("m",)) as a, gateway(a.url) as client:
+            async with client.request("POST", path, {"model": "text-embedding-3-small", "input": "a"}) as response:
+                error = (await response.json())["error"]
+            said = error if path.startswith("/api/") else error["message"]
+            assert response.status == 400 and not a.calls
+            assert "'text-embedding-3-small' is not served here. Served are: m." in said
+            assert "no embeddings" in said and "give the client another server" in said
+            async with client.request("POST", path, {"model": "m", "input": "a"}) as response:
+                await response.read()
+            assert [call.path for call in a.calls] == [path], "its replica may be another vendor's"
+
+    run(scenario())
+
+
 def test_a_request_goes_where_its_model_is_and_by_its_alias():
     async def scenario() -> None:
         async with (
@@ -90,6 +107,17 @@ def test_a_request_goes_where_its_model_is_and_by_its_alias():
             for model, name in (("one", "a"), ("two", "b"), ("gpt-4o", "b")):
                 assert text_of(await client.stream(model=model)) == f"{name}0 "
             assert b.calls[-1].json["model"] == "two"
+            for asked in ("TWO", "two:latest", "Gpt-4o", "gpt-4o:latest"):  # as its replica calls it
+                assert text_of(await client.stream(model=asked)) == "b0 "
+                assert b.calls[-1].json["model"] == "two"
+            assert (await client.get("/v1/models/GPT-4o:latest"))[1]["id"] == "gpt-4o"
+            assert [card["id"] for card in (await client.get("/api/v0/models"))[1]["data"]] == [
+                "m", "one", "two", "gpt-4o"
+            ]  # fmt: skip
+            assert (await client.get("/api/v0/models/One"))[1]["type"] == "llm"
+            assert (await client.get("/api/v0/models/three"))[0] == 404
+            async with client.request("GET", "/v1/models", anthropic_version="2023-06-01") as answer:
+                assert (await answer.json())["data"][0]["display_name"] == "m"
             status, body = await client.ask(model="three")
             assert status == 404 and body["error"]["code"] == "model_not_found"
             assert "m, one, two" in body["error"]["message"]

@@ -107,6 +107,19 @@ def test_what_is_expensive_or_ambiguous_reaches_no_replica():
     run(scenario())
 
 
+def test_a_stream_of_http_1_0_ends_with_its_connection():
+    """Also where the client asked to keep that: it has neither a length nor chunks."""
+
+    async def scenario() -> None:
+        async with StubReplica(streaming(5)) as a, gateway(a.url) as client:
+            body = json.dumps({"model": "m", "messages": [], "stream": True}).encode()
+            asked = b"POST %b HTTP/1.0\r\nContent-Type: application/json\r\nConnection: keep-alive\r\n" % CHAT.encode()
+            answer = await raw(client, asked + b"Content-Length: %d\r\n\r\n" % len(body) + body + asked + b"\r\n")
+            assert answer.count(b"HTTP/1.") == 1 and answer.endswith(b"data: [DONE]\n\n")
+
+    run(scenario())
+
+
 def test_what_waits_in_aiohttps_parser_is_gone_on_with():
     """It is handed to the connection once more by a call without data; a request that was held there hung."""
 
@@ -133,11 +146,13 @@ def test_bodies_have_a_limit_and_are_json():
             zipped = {**is_json, "Content-Encoding": "gzip"}
             async with client.session.post(client.url + CHAT, data=b"x" * 100, headers=zipped) as bad:
                 assert bad.status == 400
-            for encoding in ("br", "zstd", "compress", "gzip, gzip"):
+            for encoding in ("br", "deflate", "zstd", "compress", "gzip, gzip"):
                 sent = {**is_json, "Content-Encoding": encoding}
                 async with client.session.post(client.url + CHAT, data=b"{}", headers=sent) as bad:
-                    assert bad.status == 415 and "gzip, deflate" in (await bad.json())["error"]["message"], encoding
-            for plain in ({}, {"Content-Type": "text/plain"}, {**is_json, "Host": "evil.example"}):  # as a web page
+                    assert bad.status == 415 and "reads gzip, and" in (await bad.json())["error"]["message"], encoding
+            octets = {"Content-Type": "application/octet-stream"}
+            pages = ({**octets, "Origin": "null"}, {"Content-Type": "text/plain"}, {**is_json, "Host": "evil.example"})
+            for plain in pages:
                 async with client.session.post(client.url + CHAT, data=b"{}", headers=plain) as bad:
                     assert bad.status == (403 if "Host" in plain else 415)
             bare = b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 13\r\n"
@@ -146,9 +161,18 @@ def test_bodies_have_a_limit_and_are_json():
             assert not a.calls
             reply = await raw(client, bare + b'\r\n{"model":"m"}')  # no page's: it would say where it is from
             assert reply.startswith(b"HTTP/1.1 200 ") and "content-type" not in a.calls.pop().headers
-            for method, path in (("GET", "/"), ("POST", "/v2/x"), ("OPTIONS", CHAT), ("GET", "/admin/replicas")):
+            async with client.session.post(client.url + CHAT, data=b'{"model":"m"}') as good:  # aiohttp: octets
+                assert good.status == 200 and a.calls.pop().headers["content-type"] == octets["Content-Type"]
+            for method, length in (("GET", 72), ("HEAD", 0)):  # Ollama's clients look there for a server
+                async with client.request(method, "/") as response:
+                    assert response.status == 200 and len(await response.read()) == length
+                    assert response.headers["Content-Type"] == "text/plain; charset=utf-8"
+            for method, path in (("POST", "/v2/x"), ("GET", "/admin/replicas")):
                 async with client.request(method, path) as response:
                     assert response.status == 404, path
+            for method, path in (("OPTIONS", CHAT), ("POST", "/health"), ("POST", "/")):
+                async with client.request(method, path) as response:
+                    assert response.status == 405 and "GET" in response.headers["Allow"], path
             reply = await raw(client, b"GET /v1/%2e%2e/reset HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             assert reply.startswith(b"HTTP/1.1 404 ")
             assert (await raw(client, b"nonsense\r\n\r\n")).startswith(b"HTTP/1.1 400 ")

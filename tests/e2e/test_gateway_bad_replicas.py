@@ -125,6 +125,34 @@ def test_a_stream_that_breaks_off_ends_with_an_error_that_names_the_replica(path
     run(scenario())
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_an_answer_whose_framing_goes_wrong_has_failed_at_once(is_whole):
+    """aiohttp closes the connection, and tells no reader of the body: its client waited until it counted as silent."""
+    has_begun = asyncio.Event()
+
+    async def answer(call: Call) -> None:
+        await call.begin("application/json" if is_whole else "text/event-stream")
+        await call.piece(event("a"))
+        await has_begun.wait()
+        await call.send(b"zzz\r\n")
+        await asyncio.sleep(3600)
+
+    async def scenario() -> None:
+        settings = {"stream_timeout_secs": 3600.0, "retry_max_retries": 0}
+        async with StubReplica(answer) as a, gateway(a.url, **settings) as client:
+            body = {"model": "m", "messages": [], "stream": not is_whole}
+            asked = asyncio.create_task(client.session.post(client.url + CHAT, json=body))
+            if is_whole:
+                await asyncio.sleep(0.1)  # the head has come before, as a rule; else it fails with that
+            else:
+                await (await asked).content.readuntil(b"\n\n")
+            has_begun.set()
+            message = await (await asked).text()
+            assert a.name in message and "is not HTTP" in message
+
+    run(scenario())
+
+
 def test_a_storm_of_5xx_opens_the_circuit_if_another_replica_answers_and_a_4xx_does_not(caplog):
     """Which is the client's own failure, and in no log that of an attempt. What every replica fails may be, too."""
     caplog.set_level("INFO")

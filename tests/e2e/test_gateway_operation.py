@@ -316,3 +316,23 @@ def test_a_request_that_backs_off_is_not_sent_again_once_the_gateway_ends():
             assert status == 503 and body["error"]["message"] == "The gateway is shutting down."
 
     run(scenario())
+
+
+def test_the_end_of_the_gateway_cuts_a_pause_between_two_attempts():
+    """It slept on, so that the client's connection was cut without an answer."""
+
+    async def scenario() -> None:
+        hour = {"retry_initial_backoff_ms": 3_600_000.0, "retry_max_backoff_ms": 3_600_000.0}
+        settings = {**hour, "request_timeout_secs": 36_000.0, "retry_max_retries": 100}
+        async with StubReplica(refuses) as a, gateway(a.url, **settings) as client:
+            asked = asyncio.create_task(client.ask())
+            text = ""
+            while f'phalanx:gateway_retries_total{{replica="{a.name}"}} 1.0' not in text:
+                async with client.request("GET", "/metrics") as response:
+                    text = await response.text()
+            for _ in range(2):  # at once
+                client.gateway.stop()
+            status, body = await asked
+            assert status == 503 and body["error"]["message"] == "The gateway is shutting down."
+
+    run(scenario())

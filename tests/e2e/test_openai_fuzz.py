@@ -57,6 +57,7 @@ FIELDS = [
     *("top_logprobs echo suffix best_of tools tool_choice response_format chat_template_kwargs tokens").split(),
     *("structured_outputs guided_json guided_regex guided_choice guided_grammar").split(),
     *("add_generation_prompt continue_final_message reasoning_effort metadata user modalities").split(),
+    *("thinking reasoning enable_thinking thinking_budget usage prediction safe_prompt").split(),
 ]
 hostile = st.sampled_from(
     [

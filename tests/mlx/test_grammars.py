@@ -24,6 +24,7 @@ from support.grammars import GRAMMARS, reference
 from support.models import EOS, make_model
 from support.speculation import SAMPLINGS, Answer, Engine, Oracle, load, random_prompts
 
+from phalanx.errors import ModelUnsupported
 from phalanx.model.runner import Runner
 from phalanx.spec.adaptive import AdaptiveControl
 from phalanx.spec.drafters import CERTAIN, Draft, RandomDrafter
@@ -257,6 +258,34 @@ class TestGrammars:
         assert making[3].result() is not None
         assert making[2].cancelled() and not making[1].cancelled()
         assert not grammars.take_made() and not grammars.held
+
+    def test_the_compiler_is_loaded_ahead_of_the_first_grammar(self, tokenizer):
+        prepared, loaded = threading.Event(), []
+
+        class Prepared(GrammarCompiler):
+            def prepare(self) -> None:
+                super().prepare()
+                prepared.set()
+
+        def load() -> GrammarCompiler:
+            loaded.append(Prepared(tokenizer, tokenizer.eos_ids))
+            return loaded[-1]
+
+        grammars = Grammars(load, lambda: None)
+        grammars.prepare()
+        assert prepared.wait(60)
+        grammars.begin(1, ask("one", [5], LLMatcher.grammar_from_regex("A+")))
+        assert grammars._rows[1].making.result() is not None and len(loaded) == 1
+
+    def test_a_compiler_that_cannot_be_loaded_is_said_with_the_first_grammar(self):
+        def load() -> GrammarCompiler:
+            raise ModelUnsupported("it has no tokenizer")
+
+        grammars = Grammars(load, lambda: None)
+        grammars.prepare()
+        grammars.begin(1, ask("one", [5], LLMatcher.grammar_from_regex("A+")))
+        assert isinstance(grammars._rows[1].making.exception(), ModelUnsupported)
+        assert grammars.take_made() == {1: "it has no tokenizer"}
 
     def test_a_row_runs_ahead_while_nothing_is_forced(self, begun, tokenizer):
         (a, k) = tokenizer.encode("AK", add_special_tokens=False)

@@ -119,10 +119,12 @@ CHAT = Spoken(
                     {"role": "system", "content": "Be brief."},
                     USER,
                     {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "Hm."},
-                    {"role": "tool", "tool_call_id": "call_abc", "content": "rain"},
-                    {"role": "user", "content": [{"type": "text", "text": "And tomorrow?"}]},
+                    {"role": "tool", "tool_call_id": "call_abc", "content": "rain", "cot_id": "c", "cot_summary": None},
+                    {"role": "user", "content": [{"type": "text", "text": "And tomorrow?", "novel": {"a": [1]}}]},
                 ],
-                "tools": [TOOL],
+                "tools": [{**TOOL, "copilot_cache_control": {"type": "ephemeral"}}],
+                "reasoning": {"effort": "low", "enabled": True},
+                "prediction": {"type": "content", "content": [{"type": "text", "text": "It"}]},
                 "tool_choice": "auto",
                 "parallel_tool_calls": True,
                 "stream": True,
@@ -164,7 +166,8 @@ CHAT = Spoken(
     ],
     fields=tuple(
         "model messages tools tool_choice stream temperature top_p max_tokens max_completion_tokens stop user prompt n "
-        "logprobs top_logprobs logit_bias seed response_format structured_outputs echo parallel_tool_calls".split()
+        "logprobs top_logprobs logit_bias seed response_format structured_outputs echo parallel_tool_calls "
+        "reasoning".split()
     ),
     error=_openai_error,
     stream=_chat_stream,

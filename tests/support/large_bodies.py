@@ -64,6 +64,7 @@ def _text_of(text: str) -> Callable[[int], bytes]:
 
 M, U = b'{"messages":[', b'{"role":"user","content":"a"}'
 IMAGE = b'{"type":"image_url","image_url":"'
+X = b'{"role":"user","content":"a","x":'
 P = b'{"prompt":"a","max_tokens":1,'
 RESULT = b'{"role":"user","content":[{"type":"tool_result","tool_use_id":"t","content":['
 INPUT = b'{"role":"assistant","content":[{"type":"tool_use","id":"t","name":"f","input":{'
@@ -81,6 +82,10 @@ KINDS: list[tuple[str, str, Callable[[int], bytes], int, str]] = [
     ("strings for parts", CHAT, _filled(M + b'{"role":"user","content":[', b'"",', b'""]}]}'), 400, ITEMS),
     ("tool calls", CHAT, _filled(M + b'{"role":"user","tool_calls":[', b"[],", b"1]}]}"), 400, "tool_calls"),
     ("an image", CHAT, _filled(M + b'{"role":"user","content":[' + IMAGE, b"A", b'"}]}]}'), 400, "image_url"),
+    ("an unknown text", CHAT, _filled(M + X + b'"', b"a: ", b'"}],"n":0}'), 400, "n must be"),
+    ("an image in an unknown field", CHAT, _filled(M + X + b"[" + IMAGE, b"A", b'"}]}]}'), 400, "image_url"),
+    ("names of content", CHAT, _filled(M + X + b"[", b'"file",', b'1]}],"n":0}'), 400, "n must be"),
+    ("content that is null", CHAT, _filled(M + X + b"[", b'{"file":null},', b"1]}]}"), 400, NAMES),
     ("tools", CHAT, _filled(M + U + b'],"tools":[', b"{},", b"{}]}"), 400, BYTES),
     ("template variables", CHAT, _filled(M + U + b'],"chat_template_kwargs":{"a":[', b"[],", b"1]}}"), 400, BYTES),
     ("a long role", CHAT, _filled(M + b'{"content":"a","role":"', b"x", b'"}]}'), 400, BYTES),

@@ -24,7 +24,7 @@ def test_api_base(url: str) -> None:
 def talk(lines: str, monkeypatch: pytest.MonkeyPatch, answer: Any, *flags: str) -> int:
     """`phalanx chat URL` with these lines typed."""
     read, write = os.pipe()
-    os.write(write, lines.encode())
+    os.write(write, lines.encode(errors="surrogateescape"))
     os.close(write)
     with web_server(answer) as url, os.fdopen(read) as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
@@ -51,6 +51,19 @@ def test_a_conversation_carries_its_history(
         [("system", "sys"), ("user", "four")],
     ]
     assert "answer 4" in capsys.readouterr().out
+
+
+def test_a_line_that_is_not_utf_8_loses_no_other(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def answer(path: str, body: Any) -> tuple[int, str]:
+        asked.append(body["messages"][-1]["content"])
+        return 200, events(chunk("fine"), chunk(finish="stop"), usage(1, 2))
+
+    assert talk("one\ngr\udcfc\udcdf\ntwo\n", monkeypatch, answer, "--model", "m") == 0
+    assert asked == ["one", "two"] and "(not sent: this line is not UTF-8)" in capsys.readouterr().err
 
 
 def test_reasoning_and_calls_stand_apart_from_the_answer(

@@ -146,6 +146,8 @@ SERVER_FLAGS: list[tuple[list[str], str, Any]] = [
     (["--allowed-hosts", "a", "--allowed-hosts", "*.b.c"], "allowed_hosts", ("a", "*.b.c")),
     (["--allowed-hosts", "*"], "allowed_hosts", ("*",)),
     (["--allowed-origins", "https://a", "--allowed-origins", "*"], "allowed_origins", ("https://a", "*")),
+    (["--allowed-origins", "chrome-extension://*"], "allowed_origins", ("chrome-extension://*",)),
+    (["--allowed-origins", "https://*.example.com:8443"], "allowed_origins", ("https://*.example.com:8443",)),
     (["--queue", "0"], "queue", 0),
     (["--max-connections", "9"], "max_connections", 9),
     (["--max-connections-per-address", "3"], "max_connections_per_address", 3),
@@ -159,6 +161,7 @@ SERVER_FLAGS: list[tuple[list[str], str, Any]] = [
     (["--default-chat-template-kwargs", '{"a": 1}'], "default_chat_template_kwargs", {"a": 1}),
     (["--tool-call-parser", "mistral"], "tool_call_parser", "mistral"),
     (["--reasoning-parser", "none"], "reasoning_parser", "none"),
+    (["--tools", "drop"], "tools", "drop"),
     (["--enable-auto-tool-choice"], "enable_auto_tool_choice", True),
     (["--no-enable-auto-tool-choice"], "enable_auto_tool_choice", False),
     (["--log-level", "debug"], "log_level", "debug"),
@@ -329,7 +332,7 @@ def test_a_clients_key_comes_from_a_flag_a_file_or_a_variable(
         raise ConfigError("enough")
 
     monkeypatch.setattr(chat, "talk", lambda address, *_: seen.append(address.key) or 0)
-    monkeypatch.setattr(launch, "_target", noted)
+    monkeypatch.setattr(launch, "_served", noted)
     monkeypatch.delenv("PHALANX_API_KEY", raising=False)
     (tmp_path / "keys").write_text("# ours\nfiled\nother\n")
     (tmp_path / "none").write_text("\n")
@@ -389,6 +392,7 @@ def test_usage_errors_name_flag_and_value(
         (["--allowed-hosts", "a*.example.com"], ["--allowed-hosts", "*.NAME"]),
         (["--allowed-origins", "chat.example.com"], ["--allowed-origins 'chat.example.com'", "https://"]),
         (["--allowed-origins", "https://a/"], ["--allowed-origins 'https://a/'", "without a path"]),
+        (["--allowed-origins", "https://a*.example.com"], ["--allowed-origins", "`chrome-extension://*`"]),
         (["--served-model-name", ""], ["--served-model-name"]),
         (["--default-chat-template-kwargs", "[1]"], ["--default-chat-template-kwargs", "[1]"]),
         (["--backend", "ring"], ["--backend", "--tp"]),

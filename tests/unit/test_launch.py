@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -15,14 +16,20 @@ import pytest
 import yaml
 from support.web import web_server
 
-from phalanx.cli.launchers import AGENTS
+from phalanx.cli.launchers import AGENTS, PI_VARIABLE
 from phalanx.errors import ExitCode
 
 STAND_IN = """#!/bin/sh
 exec {python} -c 'import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))' "$@"
 """
-MODELS = {"data": [{"id": "small", "max_model_len": 4096}, {"id": 'an org/"large"', "max_model_len": 65536}]}
 LARGE = 'an org/"large"'
+MODELS = {
+    "data": [
+        {"id": "small", "max_model_len": 4096, "tool_call_parser": None},
+        {"id": LARGE, "max_model_len": 65536, "tool_call_parser": "hermes"},
+        {"id": "of another program"},
+    ]
+}
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +93,43 @@ def test_aider_gets_the_key_where_no_other_process_reads_it(url: str, programs: 
     assert variables["OPENAI_API_KEY"] == "key" and "key" not in words
 
 
+def test_copilot_is_told_a_provider_and_what_the_context_has_room_for(url: str, programs: Path) -> None:
+    words, variables = started(launch(url, "copilot", "--model", LARGE, "--", "-p", "say hi", programs=programs))
+    assert words == ["-p", "say hi"]
+    assert {name: value for name, value in variables.items() if name.startswith("COPILOT_")} == {
+        "COPILOT_PROVIDER_BASE_URL": f"{url}/v1",
+        "COPILOT_PROVIDER_API_KEY": "key",
+        "COPILOT_MODEL": LARGE,
+        "COPILOT_PROVIDER_MAX_PROMPT_TOKENS": str(65536 - 8192),
+        "COPILOT_PROVIDER_MAX_OUTPUT_TOKENS": "8192",
+    }
+
+
+def test_qwen_code_is_told_an_api_of_openais_by_variables_and_by_words(url: str, programs: Path) -> None:
+    """The user's own settings of provider and model go before variables, and words before both."""
+    words, variables = started(launch(url, "qwen", "--model", LARGE, "--", "-p", "say hi", programs=programs))
+    assert words == ["--auth-type", "openai", "--model", LARGE, "-p", "say hi"]
+    told = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "key", "OPENAI_MODEL": LARGE}
+    assert {name: variables[name] for name in told} == told and "key" not in words
+
+
+def test_pi_is_told_a_provider_by_an_extension(url: str, programs: Path) -> None:
+    words, variables = started(launch(url, "pi", "--model", LARGE, "--", "-p", "say hi", programs=programs))
+    assert words[2:] == ["--provider", "phalanx", "--model", LARGE, "-p", "say hi"]
+    extension = Path(words[1])
+    assert words[0] == "--extension" and f"process.env.{PI_VARIABLE}" in extension.read_text()
+    provider = json.loads(variables[PI_VARIABLE])
+    assert (provider["baseUrl"], provider["apiKey"], provider["api"]) == (f"{url}/v1", "key", "openai-completions")
+    (model,) = provider["models"]
+    assert (model["id"], model["contextWindow"]) == (LARGE, 65536)
+
+
+def test_no_variable_or_command_takes_the_place_of_pis_key(url: str, programs: Path) -> None:
+    """pi puts variables in the place of `$NAME`, `$` in that of `$$`, and runs what follows a `!` at the beginning."""
+    _, variables = started(launch(url, "pi", "--api-key", "!a$HOME!", programs=programs))
+    assert json.loads(variables[PI_VARIABLE])["apiKey"] == "$!a$$HOME!"
+
+
 @pytest.mark.parametrize("agent", AGENTS)
 def test_what_is_printed_starts_the_agent_just_so(agent: str, url: str, programs: Path) -> None:
     words, variables = started(launch(url, agent, "--model", LARGE, programs=programs))
@@ -101,6 +145,9 @@ def test_what_is_printed_starts_the_agent_just_so(agent: str, url: str, programs
 def read(agent: str, text: str) -> Any:
     if agent == "codex":
         return tomllib.loads(text)
+    if agent in ("copilot", "qwen"):
+        code = f"{text}exec {shlex.quote(sys.executable)} -c 'import json, os; print(json.dumps(dict(os.environ)))'"
+        return json.loads(subprocess.run(["sh", "-c", code], capture_output=True, timeout=240, check=True).stdout)
     return dict(line.split(": ", 1) for line in text.splitlines()) if agent == "aider" else json.loads(text)
 
 
@@ -121,11 +168,17 @@ def test_a_small_context_is_said_before_the_agent_starts(url: str, programs: Pat
     assert "tokens" not in launch(url, "claude", "--model", LARGE, programs=programs).stderr
 
 
+def test_that_a_model_has_no_tools_is_said_before_the_agent_starts(url: str, programs: Path) -> None:
+    for model, warned in (("small", True), (LARGE, False), ("of another program", False)):
+        done = launch(url, "pi", "--model", model, programs=programs)
+        assert done.returncode == 0 and (f"{model} cannot call tools" in done.stderr) == warned
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["emacs"], "There is no agent 'emacs'. Known are claude, codex, opencode, aider."),
-        (["claude", "--model", "huge"], "has no model 'huge'. It has small, an org/\"large\"."),
+        (["emacs"], "There is no agent 'emacs'. Known are claude, codex, opencode, aider, copilot, qwen, pi."),
+        (["claude", "--model", "huge"], "has no model 'huge'. It has small, an org/\"large\", of another program."),
         (["claude"], "claude is not installed. Install it: npm install -g @anthropic-ai/claude-code"),
     ],
 )
@@ -170,6 +223,9 @@ def test_a_models_odd_name_is_written_as_it_is(agent: str, odd_url: str, tmp_pat
         "codex": lambda: tomllib.loads(text)["model"],
         "opencode": lambda: json.loads(text)["model"].removeprefix("phalanx/"),
         "aider": lambda: yaml.safe_load(text)["model"].removeprefix("openai/"),
+        "copilot": lambda: read(agent, text)["COPILOT_MODEL"],
+        "qwen": lambda: read(agent, text)["OPENAI_MODEL"],
+        "pi": lambda: json.loads(text)["providers"]["phalanx"]["models"][0]["id"],
     }[agent]()
     assert found == ODD
 

@@ -266,6 +266,11 @@ def test_ranks_on_gpus_of_their_own_share_nothing() -> None:
     assert [ranks_beside(crowded, rank) for rank in (0, 1, 2)] == [2, 1, 2]
 
 
+def test_a_table_of_memory_fits_a_narrow_terminal() -> None:
+    ranks = [on(GPU, 0, "studio"), on(of(64 * GB), 1, "box")]
+    assert max(map(len, prediction_table(ranks).splitlines()[:-1])) <= 58  # two more are for an error's indent
+
+
 def test_a_refusal_says_on_which_machine_to_do_what() -> None:
     mac, gpu = replace(MAC, total=12 * GB, available=12 * GB), replace(GPU, available=GB)
     with pytest.raises(MemoryShortage) as refused:

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+import phalanx
 from tools import wheels
 
 ROOT = Path(__file__).parents[2]
@@ -121,3 +122,9 @@ def test_the_versions_agree() -> None:
     assert f"'mlx[cpu]=={mlx[1]}'" in (ROOT / "docs/install.md").read_text()
     cpu = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["cpu"]
     assert any(one.startswith(f"phalanx-cpu=={native['project']['version']};") for one in cpu)
+    assert native["project"]["version"] == phalanx.__version__
+    assert set(re.findall(r"phalanx\[\w+,mpi\]==([\d.]+)'", (ROOT / "docs/install.md").read_text())) == {
+        phalanx.__version__
+    }
+    releases = re.findall(r"^## \[([\d.]+)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert releases[0] == phalanx.__version__

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import httpx
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.http.foreign_json import decoder
@@ -107,26 +107,29 @@ async def first_model(client: httpx.AsyncClient) -> str:
     Raises:
         RequestFailed: as of `listed_models`.
     """
-    return (await listed_models(client))[0][0]
+    return (await listed_models(client))[0].id
 
 
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 
 
-class _Model(Struct):
+class ListedModel(Struct):
+    """A model as a server lists it."""
+
     id: Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
-    max_model_len: Count | None = None
+    max_model_len: Count | None = None  # tokens; None: the server does not say
+    tool_call_parser: str | UnsetType | None = UNSET  # phalanx's: None if the model cannot call tools
 
 
 class _Models(Struct):
-    data: list[_Model] = []
+    data: list[ListedModel] = []
 
 
 _models = decoder(_Models)
 
 
-async def listed_models(client: httpx.AsyncClient) -> list[tuple[str, int | None]]:
-    """Names of the models that the server lists, at least one, and their contexts in tokens where it tells them.
+async def listed_models(client: httpx.AsyncClient) -> list[ListedModel]:
+    """The models that the server lists, at least one.
 
     Names are printable, on one line, and of at most MAX_NAME characters.
 
@@ -157,7 +160,7 @@ async def listed_models(client: httpx.AsyncClient) -> list[tuple[str, int | None
     for model in listed:
         if not model.id.isprintable():  # it would command a terminal, or be more than one line of a file
             raise RequestFailed(f"{client.base_url} lists a model with control characters in its name: {model.id!a}.")
-    return [(model.id, model.max_model_len) for model in listed]
+    return listed
 
 
 async def stream_chat(

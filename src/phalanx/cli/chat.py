@@ -6,6 +6,7 @@ Speaks OpenAI's HTTP API only, so that every server of that API works.
 from __future__ import annotations
 
 import asyncio
+import io
 import re
 import readline
 import sys
@@ -14,7 +15,6 @@ from typing import Annotated, Any, NamedTuple
 
 import httpx
 import typer
-from rich.console import Console
 
 from phalanx.bench.http_client import RequestFailed, TimedExchange, first_model, open_client, stream_chat
 from phalanx.cli.private import PrivateServer
@@ -23,6 +23,7 @@ from phalanx.cli.terminal import note, report, show, show_dim
 from phalanx.environment import API_KEY_VARIABLE, api_key_from_environment
 from phalanx.errors import ConfigError, ExitCode
 from phalanx.offline.sampling_params import SamplingParams
+from phalanx.text.word_wrap import WordWrap
 
 HELP = "/reset forgets the conversation, /system TEXT sets the system message, /quit (or Ctrl-D) ends"
 HISTORY_LINES = 1000  # that the up key reaches
@@ -127,10 +128,11 @@ class ChatSession:
 def talk(server: ServerAddress, model: str | None, session: ChatSession) -> int:
     """Read a line, show the answer, until the user ends it: Ctrl-C ends an answer, Ctrl-D the conversation."""
     model = model or asyncio.run(_first_model(server))
-    console = Console(highlight=False, soft_wrap=True)
     readline.set_history_length(HISTORY_LINES)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # an error would lose all lines that were read together
     note(f"{model} at {server.url}. {HELP}")
-    while (line := _read(console)) is not None:
+    while (line := _read()) is not None:
         if not line.strip():
             continue
         if line.startswith("/"):
@@ -139,32 +141,49 @@ def talk(server: ServerAddress, model: str | None, session: ChatSession) -> int:
             continue
         session.ask(line)
         said: list[str] = []
+        view = View(said)
         try:
-            exchange = asyncio.run(_answer(server, session.body(model), View(said)))
-            print()
+            try:
+                exchange = asyncio.run(_answer(server, session.body(model), view))
+            finally:
+                view.end()
+                print()
             _after(exchange)
         except KeyboardInterrupt:
-            print()
             note("(interrupted)")
         except RequestFailed as error:
-            print()
             report(error)
         session.answered("".join(said))
     return ExitCode.OK
 
 
-def _read(console: Console) -> str | None:
+def _read() -> str | None:
     """Read a line; None at the end of input. Ctrl-C only drops the line."""
     while True:
         try:
-            return console.input("[bold]> [/]") if sys.stdin.isatty() else input()
+            return _decoded(input("> " if sys.stdin.isatty() else ""))  # readline has to know what stands before a line
         except KeyboardInterrupt:
             print()
             note("(Ctrl-D or /quit ends)")
+        except UnicodeError:
+            note("(not sent: this line is not UTF-8)")
         except EOFError:
             if sys.stdin.isatty():
                 print()
             return None
+
+
+def _decoded(line: str) -> str:
+    """The line as it was typed. A terminal may send UTF-8 whatever the locale says; Python keeps it as surrogates.
+
+    Raises:
+        UnicodeError: it is neither.
+    """
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        return line.encode(sys.stdin.encoding, "surrogateescape").decode()
+    return line
 
 
 def _obey(line: str, session: ChatSession) -> bool:
@@ -194,14 +213,19 @@ class View:
     def __init__(self, said: list[str]) -> None:
         self._said = said
         self._aside = False  # the last thing shown was not the text
+        self._wrap = WordWrap(sys.stdout)
 
     def text(self, text: str) -> None:
         """Show a further part of the text."""
         if self._aside:
-            print("\n")
+            self._show(self._wrap.add("\n\n"))
         self._aside = False
         self._said.append(text)
-        show(text)
+        self._show(self._wrap.add(text))
+
+    def end(self) -> None:
+        """Show what was held back, the last word."""
+        self._show(self._wrap.end())
 
     def reasoning(self, text: str) -> None:
         """Show a further part of the reasoning."""
@@ -217,9 +241,13 @@ class View:
 
     def _show_aside(self, text: str, *, new_line: bool) -> None:
         if new_line:
-            print()
+            self._show(self._wrap.add("\n"))
         self._aside = True
-        show_dim(text)
+        self._show(self._wrap.add(text))
+
+    def _show(self, text: str) -> None:
+        if text:
+            (show_dim if self._aside else show)(text)
 
 
 def _after(exchange: TimedExchange) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from phalanx.bench.http_client import listed_models, open_client
+from phalanx.bench.http_client import ListedModel, listed_models, open_client
 from phalanx.cli.chat import api_base
 from phalanx.cli.launchers import AGENTS, MIN_CONTEXT, Launch, Target
 from phalanx.cli.setting_flags import key_file, keys_of
@@ -37,15 +37,19 @@ def command(
         typer.Option(metavar="FILE", help="Write the settings to this new file, and say how to use it; start nothing."),
     ] = None,
 ) -> int:
-    """Start a coding agent (Claude Code, Codex, opencode, aider) that works with a server of phalanx."""
+    """Start a coding agent (Claude Code, Codex, opencode, aider, Copilot, Qwen Code, pi) that works with a server of
+    phalanx."""
     if agent not in AGENTS:
         raise ConfigError(f"There is no agent {agent!r}.", remedy=f"Known are {', '.join(AGENTS)}.")
     base = api_base(url)
     keys = keys_of("--api-key", api_key, api_key_file, API_KEY_VARIABLE, several=True)
-    target = _target(base, next(iter(keys), None), model)
-    launch = AGENTS[agent](target)
-    if target.context is not None and target.context < MIN_CONTEXT:
-        note(f"{target.model} reads {target.context} tokens; the agent's own instructions may take all of them.")
+    key = next(iter(keys), None)
+    served = _served(base, key, model)
+    launch = AGENTS[agent](Target(url=base.removesuffix("/v1"), key=key, model=served.id, context=served.max_model_len))
+    if served.max_model_len is not None and served.max_model_len < MIN_CONTEXT:
+        note(f"{served.id} reads {served.max_model_len} tokens; the agent's own instructions may take all of them.")
+    if served.tool_call_parser is None:
+        note(f"{served.id} cannot call tools: the agent can read and change nothing. Serve a model that has tools.")
     if write is not None:
         return _write(launch, write)
     if show:
@@ -54,18 +58,18 @@ def command(
     return _start(launch, words or [])
 
 
-def _target(base: str, key: str | None, model: str | None) -> Target:
-    """The model that is to be used, with its context as the server tells it."""
+def _served(base: str, key: str | None, model: str | None) -> ListedModel:
+    """The model that is to be used, as the server lists it."""
 
-    async def ask() -> list[tuple[str, int | None]]:
+    async def ask() -> list[ListedModel]:
         async with open_client(base, key) as client:
             return await listed_models(client)
 
-    known = dict(asyncio.run(ask()))
+    known = {listed.id: listed for listed in asyncio.run(ask())}
     name = model or next(iter(known))
     if name not in known:
         raise ConfigError(f"{base} has no model {name!r}.", remedy=f"It has {', '.join(known)}.")
-    return Target(url=base.removesuffix("/v1"), key=key, model=name, context=known[name])
+    return known[name]
 
 
 def _write(launch: Launch, file: Path) -> int:
@@ -75,7 +79,7 @@ def _write(launch: Launch, file: Path) -> int:
         raise ConfigError(
             f"{file} cannot be written: {error.strerror}.", remedy="Name a file that does not exist yet."
         ) from error
-    note(f"{file} written. Use it with: {launch.use.format(file=shlex.quote(str(file)))}")
+    note(f"{file} written. Use it with: {launch.use.format(file=shlex.quote(str(file.absolute())))}")
     return ExitCode.OK
 
 

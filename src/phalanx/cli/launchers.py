@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Mapping
 
 from msgspec import Struct
@@ -13,6 +14,11 @@ NO_KEY = "none"  # agents refuse to start without any key; a server without keys
 PATIENCE_MS = 3_000_000  # a long prompt takes minutes on a small machine
 MIN_CONTEXT = 16_384
 """Tokens. The system prompts and tools of these agents take 6,000 to 20,000."""
+MAX_OUTPUT = 8192  # tokens of an answer of Copilot's; what it keeps free of the context
+NO_COST = dict.fromkeys(("input", "output", "cacheRead", "cacheWrite"), 0)
+PI_VARIABLE = "PHALANX_PI_PROVIDER"
+PI_EXTENSION = f"{__file__.rpartition('/')[0]}/pi_provider.js"
+"""Reads PI_VARIABLE. pi takes servers from a settings file of the user's and from extensions, not from variables."""
 
 
 class Target(Struct, frozen=True, kw_only=True):
@@ -130,12 +136,77 @@ def aider(target: Target) -> Launch:
     )
 
 
+def copilot(target: Target) -> Launch:
+    """GitHub Copilot CLI: OpenAI's chat completions. It needs no account where it has a provider of its own."""
+    variables = {
+        "COPILOT_PROVIDER_BASE_URL": f"{target.url}/v1",
+        "COPILOT_PROVIDER_API_KEY": target.key or NO_KEY,
+        "COPILOT_MODEL": target.model,
+    }
+    if target.context is not None:
+        output = min(MAX_OUTPUT, target.context // 4)
+        variables["COPILOT_PROVIDER_MAX_PROMPT_TOKENS"] = str(target.context - output)
+        variables["COPILOT_PROVIDER_MAX_OUTPUT_TOKENS"] = str(output)
+    return Launch(
+        words=("copilot",),
+        environment=variables,
+        settings=_exports(variables),
+        use=". {file} && copilot",
+        install="npm install -g @github/copilot",
+    )
+
+
+def qwen(target: Target) -> Launch:
+    """Qwen Code: OpenAI's chat completions. Without the words, settings of the user's go before the variables."""
+    variables = {
+        "OPENAI_BASE_URL": f"{target.url}/v1",
+        "OPENAI_API_KEY": target.key or NO_KEY,
+        "OPENAI_MODEL": target.model,
+    }
+    return Launch(
+        words=("qwen", "--auth-type", "openai", "--model", target.model),
+        environment=variables,
+        settings=_exports(variables),
+        use='. {file} && qwen --auth-type openai --model "$OPENAI_MODEL"',
+        install="npm install -g @qwen-code/qwen-code",
+    )
+
+
+def pi(target: Target) -> Launch:
+    """pi: OpenAI's chat completions."""
+    key = target.key or NO_KEY
+    limits = {} if target.context is None else {"contextWindow": target.context, "maxTokens": target.context // 2}
+    model = {"id": target.model, "name": target.model, "reasoning": False, "input": ["text"], "cost": NO_COST}
+    provider = {
+        "name": "phalanx",
+        "baseUrl": f"{target.url}/v1",
+        "apiKey": re.sub(r"\$|^!", r"$\g<0>", key),  # `$NAME` would be a variable, and `!` begin a command
+        "api": "openai-completions",
+        "models": [{**model, **limits}],
+    }
+    return Launch(
+        words=("pi", "--extension", PI_EXTENSION, "--provider", "phalanx", "--model", target.model),
+        environment={PI_VARIABLE: json.dumps(provider)},
+        settings=_json({"providers": {"phalanx": provider}}),
+        use="pi, with {file} as ~/.pi/agent/models.json and its command /model",
+        install="npm install -g @earendil-works/pi-coding-agent",
+    )
+
+
 AGENTS: Mapping[str, Callable[[Target], Launch]] = {
     "claude": claude,
     "codex": codex,
     "opencode": opencode,
     "aider": aider,
+    "copilot": copilot,
+    "qwen": qwen,
+    "pi": pi,
 }
+
+
+def _exports(variables: Mapping[str, str]) -> str:
+    """Commands for a POSIX shell that set these variables."""
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
 
 
 def _json(value: object) -> str:

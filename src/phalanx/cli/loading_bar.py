@@ -8,21 +8,27 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
+from rich.table import Column
 
 from phalanx.supervision.client import LoadProgress
+
+BESIDE = 36
+"""Columns of what stands beside a phase's name: a bar of 10, "100.0/140.2 GiB", the time."""
 
 
 class LoadingBar:
     """Bars on stderr, which are gone when the context is left."""
 
     def __init__(self) -> None:
+        console = Console(stderr=True)
+        name = Column(max_width=max(1, console.width - BESIDE), no_wrap=True, overflow="crop")
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", table_column=name),
             BarColumn(),
             DownloadColumn(binary_units=True),
             TimeElapsedColumn(),
         )
-        self._bars = Bars(*columns, console=Console(stderr=True), transient=True)
+        self._bars = Bars(*columns, console=console, transient=True)
         self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> Self:

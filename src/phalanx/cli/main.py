@@ -7,15 +7,18 @@ without MLX. typer parses the words of all commands but `rank`.
 from __future__ import annotations
 
 import importlib
+import os
 import shlex
 import sys
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from phalanx.cli import streams
 from phalanx.cli.engine_extra import ENGINE, refuse
 from phalanx.cli.exits import INTERRUPTED, exit_code, flushed, for_launchd
 from phalanx.environment import under_launchd
 from phalanx.errors import ConfigError, ExitCode
+from phalanx.text.word_wrap import fitted
 
 COMMANDS = {
     "serve": "Load a model and serve it over an OpenAI-compatible HTTP API.",
@@ -54,6 +57,9 @@ HIDDEN = frozenset({"agent", "host", "rank", "reach"})
 PASSES_ON = frozenset({"up"})
 """Commands that hand everything after `--` to other commands; they find it in their context's `obj`."""
 
+TAKES_SEVERAL = {"gateway": "--worker-urls"}
+"""Command without arguments -> its flag that takes all words up to the next one, as in the routers of SMG and vLLM."""
+
 OWN_PARSER = frozenset({"rank"})
 """Commands that parse their words themselves: typer imports pydantic, for which a starting rank would wait."""
 
@@ -75,8 +81,8 @@ def run() -> None:
     arguments = sys.argv[1:]
     streams.secure(goes_on=not SERVING.isdisjoint(arguments[:1]))
     for argument in arguments:
-        if not _is_utf8(argument):
-            print(f"error: the argument {argument!r} is not UTF-8.", file=sys.stderr)
+        if fault := _undecoded(argument):
+            print(fitted(f"error: {fault}", sys.stderr), file=sys.stderr)
             sys.exit(ExitCode.USAGE)
     code = flushed(main(arguments))
     if under_launchd() and arguments[:1] != [] and arguments[0] in UNITS:
@@ -98,7 +104,7 @@ def main(arguments: Sequence[str]) -> int:
             command = importlib.import_module(f"phalanx.cli.{asked}").command
             return exit_code(lambda: command(arguments[1:]))
         app = importlib.import_module("phalanx.cli.typer_app").build(asked, COMMANDS, HIDDEN)
-        own, after = _divided(asked, arguments)
+        own, after = _divided(asked, _repeated(TAKES_SEVERAL.get(asked or ""), arguments))
         app(own, prog_name="phalanx", obj=after)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
@@ -117,6 +123,19 @@ def _named_elsewhere(arguments: Sequence[str]) -> int:
     raise ConfigError(f"There is no command '{arguments[0]}'.", remedy=f"Did you mean `{here}`?")
 
 
+def _repeated(flag: str | None, arguments: Sequence[str]) -> list[str]:
+    """The words for typer, which takes one value behind a flag: `--flag A B` as `--flag=A --flag=B`."""
+    words: list[str] = []
+    is_open = False
+    for word, following in zip_longest(arguments, arguments[1:], fillvalue="-"):
+        if word.startswith("-"):
+            is_open = word.partition("=")[0] == flag
+            if word == flag and not following.startswith("-"):
+                continue
+        words.append(f"{flag}={word}" if is_open and not word.startswith("-") else word)
+    return words
+
+
 def _divided(asked: str | None, arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     """The words for typer, and those after `--`, if the command passes these on."""
     words = list(arguments)
@@ -126,10 +145,15 @@ def _divided(asked: str | None, arguments: Sequence[str]) -> tuple[list[str], tu
     return words[:at], tuple(words[at + 1 :])
 
 
-def _is_utf8(argument: str) -> bool:
-    """Whether an argument was UTF-8: Python keeps other bytes as surrogates."""
+def _undecoded(argument: str) -> str:
+    """What is wrong with an argument that Python could not decode, and whose bytes it keeps; "" if it could."""
     try:
         argument.encode()
     except UnicodeEncodeError:
-        return False
-    return True
+        encoding = sys.getfilesystemencoding()
+        try:
+            meant = os.fsencode(argument).decode()
+        except UnicodeDecodeError:
+            return f"the argument {argument!r} is not UTF-8."
+        return f"the locale's encoding, {encoding}, lacks characters of the argument {meant!r}. Set LC_ALL=C.UTF-8."
+    return ""

@@ -31,7 +31,7 @@ from phalanx.text.template_files import BYTE_ORDER_MARK
 from phalanx.text.tokenizer import Tokenizer
 
 HOST_NAME = re.compile(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*\.?")
-ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # "null": a page from a file
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://(\*|(\*\.)?[^/\s*]+(:\*)?)")  # "null": a page from a file
 
 
 @with_settings
@@ -138,7 +138,7 @@ def _check_names(config: ServerConfig) -> None:
         if not ORIGIN.fullmatch(origin):
             raise ConfigError(
                 f"--allowed-origins {origin!r} is not an origin.",
-                remedy="Give scheme, name and port without a path, such as https://chat.example.com, or `*`.",
+                remedy="Give scheme and name without a path: https://chat.example.com, `chrome-extension://*`, or `*`.",
             )
 
 

@@ -19,6 +19,7 @@ from phalanx.errors import PhalanxError
 from phalanx.log_limits import CountingHandler
 from phalanx.supervision.client import EngineClient, EngineState, LoadProgress
 from phalanx.text.printable import LineFormatter, as_entry, printable
+from phalanx.text.word_wrap import fitted
 
 BOLD_RED, DIM = "1;31", "2"
 POLL_S = 0.1  # between two looks at what is loaded
@@ -27,14 +28,15 @@ PLAIN_STEP = 0.25  # without a terminal: one line per this share of a phase
 
 def report(error: PhalanxError) -> None:
     """Print an error in red, and its remedy on a second line."""
-    print(f"{_styled('error:', BOLD_RED)} {as_entry(error.message)}", file=sys.stderr)
+    said = fitted(f"error: {as_entry(error.message)}", sys.stderr)
+    print(said.replace("error:", _styled("error:", BOLD_RED), 1), file=sys.stderr)
     if error.remedy:
-        print(f"  {as_entry(error.remedy)}", file=sys.stderr)
+        print(fitted(f"  {as_entry(error.remedy)}", sys.stderr), file=sys.stderr)
 
 
 def note(text: str) -> None:
     """Print a dim line for the user."""
-    print(_styled(printable(text), DIM), file=sys.stderr)
+    print(_styled(fitted(printable(text), sys.stderr), DIM), file=sys.stderr)
 
 
 def show(text: str) -> None:
@@ -54,9 +56,14 @@ def show_json(value: object) -> None:
 
 def _styled(text: str, style: str, file: TextIO | None = None) -> str:
     """The text in a terminal's style, or as it is: the file (stderr) is no terminal, or the user wants no colours."""
-    variables = environment()
-    plain = not (file or sys.stderr).isatty() or variables.get("NO_COLOR") or variables.get("TERM") == "dumb"
+    file = file or sys.stderr
+    plain = not file.isatty() or is_dumb() or environment().get("NO_COLOR")
     return text if plain else f"\033[{style}m{text}\033[0m"
+
+
+def is_dumb() -> bool:
+    """Whether the terminal only prints: it has no colours, and nothing can be drawn over."""
+    return environment().get("TERM") in ("dumb", "unknown")
 
 
 def set_up_logging(level: str) -> None:
@@ -73,7 +80,7 @@ def set_up_logging(level: str) -> None:
 class LoadingView:
     """Shows an engine's loading progress, from a thread of its own, until the engine serves or has failed.
 
-    A bar on a terminal, a line now and then elsewhere. Reads only `EngineClient.state`, which is a snapshot.
+    A bar on a terminal that can draw one, a line now and then elsewhere. Reads only `EngineClient.state`, a snapshot.
     """
 
     def __init__(self, engine: EngineClient) -> None:
@@ -90,7 +97,7 @@ class LoadingView:
         self._thread.join()
 
     def _run(self) -> None:
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and not is_dumb():
             self._bar()
         else:
             self._lines()
@@ -130,7 +137,7 @@ def plain_lines() -> Callable[[LoadProgress], None]:
 
 
 class PullView:
-    """Shows how far a download is until the context is left: a bar on a terminal, a line now and then elsewhere."""
+    """Shows how far a download is until the context is left, as `LoadingView`."""
 
     def __init__(self) -> None:
         self._end = ExitStack()
@@ -153,7 +160,7 @@ class PullView:
         self._show(LoadProgress(progress.status, progress.completed, progress.total))
 
     def _view(self) -> Callable[[LoadProgress], None]:
-        if not sys.stderr.isatty():
+        if not sys.stderr.isatty() or is_dumb():
             return plain_lines()
         show: Callable[[LoadProgress], None] = self._end.enter_context(
             importlib.import_module("phalanx.cli.loading_bar").LoadingBar()

@@ -12,6 +12,7 @@ import typer
 from phalanx import __version__
 from phalanx.cli.command_line import Command
 from phalanx.cli.exits import exit_code
+from phalanx.cli.terminal import is_dumb
 
 
 def build(asked: str | None, commands: Mapping[str, str], hidden: Collection[str]) -> typer.Typer:
@@ -19,6 +20,7 @@ def build(asked: str | None, commands: Mapping[str, str], hidden: Collection[str
     app = typer.Typer(
         name="phalanx", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
+        rich_markup_mode=None if is_dumb() else "rich",  # its boxes are 80 wide on a dumb terminal
     )  # fmt: skip
     app.callback(invoke_without_command=True)(_root)
     for name, summary in commands.items():

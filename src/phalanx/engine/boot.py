@@ -8,6 +8,7 @@
             own_directories  engine/rank_directories.py   where no other user can have put compiled code
             rendezvous       engine/rendezvous.py         the ranks connect to rank 0, and rank 0 to all
             join_group       engine/membership.py         native kernels; the fabric, over which ranks sum
+            begin_grammars   engine/role.py               rank 0 reads the vocabulary for grammars, on a thread
             load_model       engine/served_model.py       same software, enough memory; weights; rows equal mlx-lm's
             self_test        engine/group_selftest.py     equal sums and equal tokens on all ranks
             plan_memory      engine/memory_plan.py        how many rows, and how long, fit on the smallest rank
@@ -41,7 +42,7 @@ from phalanx.engine.memory_plan import plan_memory
 from phalanx.engine.progress import reporter
 from phalanx.engine.rank_directories import own_directories
 from phalanx.engine.rendezvous import rendezvous
-from phalanx.engine.role import build_role
+from phalanx.engine.role import begin_grammars, build_role
 from phalanx.engine.served_model import load_model
 from phalanx.engine.server_socket import ServerSocket
 from phalanx.engine.stages import StagedRunner, wire_dtype
@@ -49,6 +50,7 @@ from phalanx.engine.step_deadline import StepDeadline
 from phalanx.engine.worker import Worker
 from phalanx.environment import default_environment
 from phalanx.errors import ConfigError, ExitCode, PhalanxError, exit_code_of
+from phalanx.model.loading.resolve import resolve
 from phalanx.open_files import raise_limit
 from phalanx.supervision.rank_launcher import write_pid_file
 from phalanx.text.printable import LineFormatter
@@ -150,7 +152,9 @@ def _start(
     """From connected ranks to a group that is ready to serve. Roles part at the end."""
     report = reporter(server_socket)
     member = join_group(config, group, credentials, link, fabric, report)
-    model = load_model(config, member, report)
+    path = resolve(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    grammars = None if server_socket is None else begin_grammars(config, path, server_socket)
+    model = load_model(config, path, member, report)
     deadline = StepDeadline(config.wedge_seconds)
     activations = wire_dtype(config.pp_activation_dtype, model.runner, link)
     staged = StagedRunner(model.runner, member.stage, member.ends, activations)
@@ -159,7 +163,7 @@ def _start(
     mx.clear_cache()  # of buffers that only the start needed
     mx.reset_peak_memory()
     link.serving()
-    return build_role(config, member, model, staged, plan, tested, deadline, server_socket)
+    return build_role(config, member, model, staged, plan, tested, deadline, server_socket, grammars)
 
 
 def _report_failure(

@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 from collections.abc import Sequence
+from pathlib import Path
 
 import mlx.core as mx
 import msgspec
@@ -45,21 +46,21 @@ def build_role(
     tested: SelfTest | None,
     deadline: StepDeadline,
     server_socket: ServerSocket | None,
+    grammars: Grammars | None,
 ) -> Leader | Worker:
     """The leader or a worker, ready to run. Rank 0 sends `Ready` to the server.
 
     Args:
         tested: what the self-test found; None for a single rank.
-        server_socket: of rank 0; None on the others.
+        server_socket, grammars: of rank 0; None on the others.
     """
     if isinstance(member.link, WorkerLink):
         return Worker(staged, member.link, member.injection)
-    assert server_socket is not None
+    assert server_socket is not None and grammars is not None
     info = _model_info(config, member, model, plan, tested)
     _announce(config, info)
     scheduler = Scheduler(_scheduler_config(config, model, plan))
     metadata = SamplingMetadataCache()
-    grammars = Grammars(lambda: _load_compiler(config, model), server_socket.wake)
     speculator = make_speculator(
         config.speculative_config, scheduler, metadata, info.vocab_size, model.draft_runner, plan.draft_kv, grammars
     )
@@ -80,10 +81,20 @@ def build_role(
     )
 
 
-def _load_compiler(config: EngineConfig, model: ServedModel) -> GrammarCompiler:
-    """The compiler of grammars, for the model's tokenizer: the leader needs none before a request has a grammar."""
-    tokenizer = Tokenizer.load(model.loaded.path, trust_remote_code=config.trust_remote_code)
-    return GrammarCompiler(tokenizer, tokenizer.eos_ids)
+def begin_grammars(config: EngineConfig, path: Path, server_socket: ServerSocket) -> Grammars:
+    """The leader's grammars, whose thread reads the tokenizer and its vocabulary from now on, beside the weights.
+
+    Args:
+        path: the model's directory.
+    """
+
+    def load() -> GrammarCompiler:
+        tokenizer = Tokenizer.load(path, trust_remote_code=config.trust_remote_code)
+        return GrammarCompiler(tokenizer, tokenizer.eos_ids)
+
+    grammars = Grammars(load, server_socket.wake)
+    grammars.prepare()
+    return grammars
 
 
 def _scheduler_config(config: EngineConfig, model: ServedModel, plan: MemoryPlan) -> SchedulerConfig:

@@ -24,7 +24,6 @@ from phalanx.model import device_memory, registry
 from phalanx.model.cache.layer_layout import CacheFacts
 from phalanx.model.check import check_model
 from phalanx.model.loading import load
-from phalanx.model.loading.resolve import resolve
 from phalanx.model.loading.weights import fingerprint
 from phalanx.model.mla import absorb_short_queries
 from phalanx.model.runner import Runner
@@ -64,8 +63,8 @@ class ServedModel:
         return int(scope.get("vocab_size", 0))
 
 
-def load_model(config: EngineConfig, member: Membership, report: load.Progress) -> ServedModel:
-    """Load the model, after all ranks have agreed on what it is and that their parts fit.
+def load_model(config: EngineConfig, path: Path, member: Membership, report: load.Progress) -> ServedModel:
+    """Load the model in a directory, after all ranks have agreed on what it is and that their parts fit.
 
     Raises:
         GroupError: ranks differ in software or in the model's files.
@@ -75,7 +74,6 @@ def load_model(config: EngineConfig, member: Membership, report: load.Progress) 
     """
     link, reducer = member.link, member.reducer
     guard = memory_guard(config)
-    path = resolve(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     software = _compared_software(config, link, path)
     prepared = load.prepare(
         path,

@@ -6,22 +6,13 @@ Does not know sockets and signals (`gateway_process.py`).
 from __future__ import annotations
 
 import asyncio
-import hmac
-import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 
-from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from phalanx import __version__
-from phalanx.errors import (
-    ForbiddenHost,
-    InvalidApiKey,
-    NoReplica,
-    PhalanxError,
-    UnknownModel,
-    UnknownPath,
-)
+from phalanx.errors import InvalidApiKey, NoReplica, PhalanxError, UnknownModel, UnknownPath
 from phalanx.gateway.admin import CALLS, ROOT, Admin
 from phalanx.gateway.dispatch.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.dispatch.fleet import TAGS, Fleet
@@ -30,39 +21,29 @@ from phalanx.gateway.relay.exchange import ClientExchange, body_lease
 from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
 from phalanx.gateway.relay.proxy import Proxy
 from phalanx.gateway.settings.clients import Clients
-from phalanx.http.allowed_hosts import AllowedHosts, name_of
-from phalanx.http.connection import raw_header, refusal
+from phalanx.http.allowed_hosts import AllowedHosts
+from phalanx.http.api_keys import ApiKeys
+from phalanx.http.application import Application
 from phalanx.http.connection_table import HEALTH_PATHS
-from phalanx.http.error_responses import CLIENT_GONE, not_http
+from phalanx.http.content_encoding import read_body
+from phalanx.http.cross_origin import CrossOrigin
+from phalanx.http.http_exchange import GREETING, Answer, Exchange, Reply, json_answer
 from phalanx.http.media_types import require_json
-from phalanx.http.model_lists import more_of_models
+from phalanx.http.model_lists import LM_STUDIO, lm_studio_card, lm_studio_list, model_card, model_list, name_meant
 from phalanx.http.openapi import Operation, document
-from phalanx.http.refused_keys import RefusedKeys
+from phalanx.http.router import Route, Router
 from phalanx.http.shares import Shares
+from phalanx.http.vector_requests import BARE_PATHS, VECTOR_PATHS, no_vectors
 
-log = logging.getLogger(__name__)
-
-PROXIED = ("/v1/", "/api/")
-PROXIED_ALONE = frozenset(("/tokenize", "/detokenize", "/tokenizer_info"))
-"""Paths of phalanx's and vLLM's servers outside of /v1."""
+PROXIED = ("/v1/{path}", "/api/{path}", "/tokenize", "/detokenize", "/tokenizer_info", *BARE_PATHS)
+"""What goes to replicas; the others are paths of phalanx's and vLLM's servers outside of /v1."""
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 PASSED_ON = (
     *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
     *("/v1/responses/input_tokens", "/api/chat", "/api/generate", "/api/show", "/tokenize", "/detokenize"),
 )
 """The paths of phalanx's servers that clients ask at; whatever else is below those above is passed on as well."""
-OPERATIONS = (
-    *(Operation("POST", path, "Passed on; a replica's /openapi.json has its fields.") for path in PASSED_ON),
-    Operation("GET", "/v1/models", "The models of all replicas."),
-    Operation("GET", "/v1/models/{name}", "One of them."),
-    Operation("GET", TAGS, "The models of all replicas, in Ollama's words."),
-    *(Operation("GET", path, "Whether a replica can take requests.", needs_key=False) for path in HEALTH_PATHS),
-    Operation("GET", "/metrics", "Prometheus' text format."),
-    Operation("GET", "/version", "The version of this gateway.", needs_key=False),
-    Operation("GET", "/openapi.json", "What this gateway answers at which path.", needs_key=False),
-    *CALLS,
-)
 DOTS = frozenset((".", ".."))  # a server might take /v1/../x for /x, which is not for clients
-METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"))
 ADMIN_BODY = 1 << 16  # bytes; one replica takes some hundred
 
 
@@ -98,14 +79,25 @@ class App:
         self._metrics = metrics
         self._admin = admin
         self._fleet = fleet
-        self._admin_key = admin_key
         self._aliases = aliases
         self._hosts = hosts
-        self._serves_metrics = serves_metrics
-        self._metrics_open = metrics_open
         self._admin_memory = Shares(ADMIN_BODY)
-        self._refused_admins = RefusedKeys("A wrong admin key")
-        self._described = document("phalanx gateway", OPERATIONS)
+        metrics_route = Route("GET", "/metrics", self._metrics_text, None if metrics_open else self._note_owner)
+        own = [*self._own_routes(), *([metrics_route] if serves_metrics else [])]
+        passed_on = "Passed on; a replica's /openapi.json has its fields."
+        operations = [
+            *(Operation("POST", path, passed_on) for path in PASSED_ON),
+            *(route.described() for route in own),
+        ]
+        if admin_key is not None:
+            operations += CALLS
+            guard = partial(self._check_admin, ApiKeys([admin_key]))
+            own += [Route(method, "/admin/{call}", self._answer_admin, guard) for method in METHODS]
+        self._described = json_answer(document("phalanx gateway", operations))
+        passed = [Route(method, path, self._forward, self._note_owner) for path in PROXIED for method in METHODS]
+        self.application = self._application([*own, *passed])
+        self.metrics_application = self._application([metrics_route])
+        """Of a port of its own."""
         self.closing = ""
         """Why new requests are refused."""
         self.unfinished = 0
@@ -113,26 +105,10 @@ class App:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """aiohttp's handler."""
-        exchange = ClientExchange(request, self._dispatcher.clock())
-        connection = exchange.connection
-        connection.request_begins(request)
-        try:
-            fault = connection.fault
-            response = await self._answer(exchange) if not fault else refusal(not_http(fault))
-        except PhalanxError as error:
-            response = exchange.error(error)
-            log.debug("%s %s (%s): %s", request.method, exchange.path, exchange.id, error)
-        except ConnectionError:  # the client left while it was written to
-            self._metrics.client_left()
-            connection.abort()
-            return exchange.response or web.Response(status=CLIENT_GONE)
-        finally:
-            connection.request_ends()
-        if connection.place.reserved or self.closing or not request.content.at_eof():
-            response.force_close()
-        return response
+    def close(self, why: str) -> None:
+        """Refuse new requests."""
+        self.closing = why
+        self.application.is_draining = True
 
     async def wait_until_idle(self, limit_s: float, *, unless: asyncio.Event | None = None) -> bool:
         """Wait until no request is unfinished, so long at most and until `unless` is set. Returns whether none is."""
@@ -143,147 +119,149 @@ class App:
             task.cancel()
         return not self.unfinished
 
-    async def _answer(self, exchange: ClientExchange) -> web.StreamResponse:
-        path, method = exchange.path, exchange.request.method
-        if path in HEALTH_PATHS:
-            return self._health(exchange)
-        if exchange.connection.place.reserved:
-            raise NoReplica("The gateway has as many connections as it may have.")
-        if path == "/metrics" and self._serves_metrics:
-            if not self._metrics_open:
-                self._clients.owner(_key_headers(exchange.request))
-            text = self._metrics.text(self._dispatcher.clock())
-            return exchange.whole(200, text, {"Content-Type": CONTENT_TYPE_LATEST})
-        if path == "/version":
-            return exchange.json(200, {"version": __version__})
-        if path == "/openapi.json" and method in ("GET", "HEAD"):
-            return exchange.json(200, self._described)
-        if path.startswith("/admin") and self._admin_key is not None:
-            return await self._answer_admin(exchange)
-        is_proxied = path in PROXIED_ALONE or (path.startswith(PROXIED) and not DOTS.intersection(path.split("/")))
-        if not is_proxied or method not in METHODS:
-            raise UnknownPath(f"The gateway has no {method} {path}.")
-        exchange.owner = self._clients.owner(_key_headers(exchange.request))
-        exchange.connection.mark_busy()
-        self._check_is_no_page(exchange)
-        if method in ("GET", "HEAD") and (path == "/v1/models" or path.startswith("/v1/models/")):
-            return self._models(exchange)
-        if method in ("GET", "HEAD") and path == TAGS:
-            return exchange.json(200, {"models": merged_tags(await self._fleet.tags(), self._aliases)})
-        return await self._forward(exchange)
+    def _application(self, routes: list[Route]) -> Application:
+        def is_own(host: str) -> bool:
+            return self._clients.need_key or self._hosts.accept(host)  # a web page has no key
 
-    async def _forward(self, exchange: ClientExchange) -> web.StreamResponse:
+        def answered(endpoint: str, status: int) -> None:
+            if endpoint in PROXIED:
+                self._metrics.answered(status)
+
+        return Application(Router(routes), is_own, CrossOrigin(()), answered, name="gateway")
+
+    def _own_routes(self) -> list[Route]:
+        client = self._note_owner
+        return [
+            Route("GET", "/v1/models", self._models, client),
+            Route("GET", "/v1/models/{name}", self._model, client),
+            Route("GET", LM_STUDIO, self._lm_studio_models, client),
+            Route("GET", f"{LM_STUDIO}/{{name}}", self._lm_studio_model, client),
+            Route("GET", TAGS, self._tags, client),
+            *(Route("GET", path, self._health) for path in HEALTH_PATHS),
+            Route("GET", "/", self._root),
+            Route("GET", "/version", self._version),
+            Route("GET", "/openapi.json", self._openapi),
+        ]
+
+    def _note_owner(self, exchange: Exchange) -> None:
+        exchange.owner = self._clients.owner(exchange.headers)
+
+    def _check_admin(self, keys: ApiKeys, exchange: Exchange) -> None:
+        if not keys.may_see_details(exchange.headers):
+            self.application.refused_admins.note(exchange.address, self._dispatcher.clock())
+            raise InvalidApiKey(
+                "Send the gateway's --admin-key as 'Authorization: Bearer KEY'.", code="invalid_api_key"
+            )
+        exchange.owner = ""
+
+    # What goes to replicas -------------------------------------------------------------------------------------
+
+    async def _forward(self, exchange: Exchange) -> Reply:
+        if DOTS.intersection(exchange.path.split("/")):
+            raise UnknownPath(f"The gateway has no {exchange.method} {exchange.path}.")
+        is_form = exchange.request.content_type == "multipart/form-data"
+        if exchange.method == "POST" and not (self._clients.need_key and is_form):
+            require_json(exchange.headers)
         if self.closing:
             raise NoReplica(self.closing, retry_after=5.0)
-        use = self._clients.begin(exchange.owner)
+        client = ClientExchange(exchange, self._dispatcher.clock())
+        use = self._clients.begin(client.owner)
         self.unfinished += 1
         self._idle.clear()
+        answer = self._proxy.forward(
+            client,
+            self._aliases,
+            pass_keys=not self._clients.need_key,
+            reserve=lambda n_tokens, rows: self._clients.reserve(use, n_tokens, rows),
+        )
         try:
-            response = await self._proxy.forward(
-                exchange,
-                self._aliases,
-                pass_keys=not self._clients.need_key,
-                reserve=lambda n_tokens, rows: self._clients.reserve(use, n_tokens, rows),
-            )
-        except PhalanxError:
-            exchange.n_tokens = 0  # an error takes nothing
+            return await exchange.unless_lost(answer)
+        except PhalanxError as error:
+            client.n_tokens = 0  # an error takes nothing
+            if isinstance(error, UnknownModel) and exchange.path in VECTOR_PATHS:
+                raise no_vectors(str(error)) from error
+            raise
+        except ConnectionError:
+            self._metrics.client_left()
             raise
         finally:
             self.unfinished -= 1
             if not self.unfinished:
                 self._idle.set()
-            self._clients.end(use, exchange.n_tokens)
-        first = exchange.first_text_s
-        log.debug(
-            "%s %s (%s) of %s: %d, %d tokens in %.3f s, %s", exchange.request.method, exchange.path, exchange.id,
-            self._clients.name(exchange.owner), response.status, exchange.n_tokens,
-            self._dispatcher.clock() - exchange.arrived,
-            f"the first text after {first:.3f} s" if first is not None else "no text",
-        )  # fmt: skip
-        return response
-
-    def _check_is_no_page(self, exchange: ClientExchange) -> None:
-        """Refuse what a web page in a user's browser could send: a POST that needs no pre-flight, and without keys a
-        name that is not this machine's.
-
-        Raises:
-            WrongMediaType, ForbiddenHost: see above.
-        """
-        needs_key = self._clients.need_key
-        is_form = exchange.request.content_type == "multipart/form-data"
-        if exchange.request.method == "POST" and not (needs_key and is_form):
-            require_json(exchange.request.headers)
-        host = raw_header(exchange.request, b"host")
-        if host and not needs_key and not self._hosts.accept(host):
-            name = name_of(host)[:80]
-            raise ForbiddenHost(f"{name!r} is not a name of this gateway; --allowed-hosts NAME allows it.")
+            self._clients.end(use, client.n_tokens)
+            first, whole = client.first_text_s, self._dispatcher.clock() - client.arrived
+            text = f"the first text after {first:.3f} s" if first is not None else "no text"
+            name = self._clients.name(client.owner)
+            exchange.remark = f", {client.n_tokens} tokens of {name} in {whole:.3f} s, {text}"
 
     # What the gateway answers itself ---------------------------------------------------------------------------
 
-    def _health(self, exchange: ClientExchange) -> web.Response:
-        """200 while a replica can take requests. The figures are as a phalanx server's: gateways may be stacked."""
+    async def _health(self, exchange: Exchange) -> Answer:
+        """Whether a replica can take requests."""
         now = self._dispatcher.clock()
         dispatcher = self._dispatcher.core
         available = [replica for replica in dispatcher.replicas.values() if replica.is_available(now)]
         body: dict[str, object] = {"status": "ok" if available else "unavailable"}
         if self.closing:
             body = {"status": "closing"}
-        if self._clients.may_see_details(_key_headers(exchange.request)):
+        if self._clients.may_see_details(exchange.headers):  # as a phalanx server's: gateways may be stacked
             limit = sum(replica.limit for replica in available)
             running = dispatcher.in_flight
             body["requests"] = {"running": running, "waiting": dispatcher.n_waiting, "limit": limit}
             body["replicas"] = {name: replica.reason(now) or "ok" for name, replica in dispatcher.replicas.items()}
-        return exchange.json(200 if body["status"] == "ok" else 503, body)
+        return json_answer(body, 200 if body["status"] == "ok" else 503)
 
-    def _models(self, exchange: ClientExchange) -> web.Response:
-        cards = merged(self._dispatcher.core.replicas.values(), self._aliases)
-        if exchange.path == "/v1/models":
-            return exchange.json(200, {"object": "list", "data": cards, **more_of_models(exchange.request.query)})
-        name = exchange.path.removeprefix("/v1/models/")
-        for card in cards:
-            if card["id"] == name:
-                return exchange.json(200, card)
-        raise UnknownModel(f"The model {name!r} is not served here.", param="model", code="model_not_found")
+    async def _metrics_text(self, _: Exchange) -> Answer:
+        """Prometheus' text format."""
+        return Answer(self._metrics.text(self._dispatcher.clock()), media_type=CONTENT_TYPE_LATEST)
 
-    async def _answer_admin(self, exchange: ClientExchange) -> web.Response:
-        assert self._admin_key is not None
-        given = _key_headers(exchange.request)
-        bearer = given["authorization"].partition(" ")[2].strip() or given["x-api-key"]
-        if not hmac.compare_digest(bearer.encode("latin-1"), self._admin_key.encode()):
-            self._refused_admins.note(exchange.request.remote or "an unknown address", self._dispatcher.clock())
-            raise InvalidApiKey(
-                "Send the gateway's --admin-key as 'Authorization: Bearer KEY'.", code="invalid_api_key"
-            )
+    async def _version(self, _: Exchange) -> Answer:
+        """The version of this gateway."""
+        return json_answer({"version": __version__})
+
+    async def _openapi(self, _: Exchange) -> Answer:
+        """What this gateway answers at which path."""
+        return self._described
+
+    async def _root(self, _: Exchange) -> Answer:
+        """That there is a gateway."""
+        return GREETING
+
+    async def _models(self, exchange: Exchange) -> Answer:
+        """The models of all replicas."""
+        return json_answer(model_list(self._cards(), exchange.headers, exchange.query))
+
+    async def _model(self, exchange: Exchange) -> Answer:
+        """One of them."""
+        return json_answer(model_card(self._asked_for(exchange), exchange.headers))
+
+    async def _lm_studio_models(self, _: Exchange) -> Answer:
+        """The models of all replicas, in LM Studio's words."""
+        return json_answer(lm_studio_list(self._cards()))
+
+    async def _lm_studio_model(self, exchange: Exchange) -> Answer:
+        """One of them, in LM Studio's words."""
+        return json_answer(lm_studio_card(self._asked_for(exchange)))
+
+    def _asked_for(self, exchange: Exchange) -> dict[str, object]:
+        cards = {card["id"]: card for card in self._cards()}
+        name = name_meant(exchange.rest, map(str, cards))
+        if name is None:
+            said = f"The model {exchange.rest!r} is not served here."
+            raise UnknownModel(said, param="model", code="model_not_found")
+        return cards[name]
+
+    def _cards(self) -> list[dict[str, object]]:
+        return merged(self._dispatcher.core.replicas.values(), self._aliases)
+
+    async def _tags(self, _: Exchange) -> Answer:
+        """The models of all replicas, in Ollama's words."""
+        return json_answer({"models": merged_tags(await self._fleet.tags(), self._aliases)})
+
+    async def _answer_admin(self, exchange: Exchange) -> Answer:
         if not exchange.path.startswith(ROOT):
             raise UnknownPath(f"The admin API is at {ROOT}.")
-        exchange.connection.mark_busy()
         with body_lease(self._admin_memory, "") as memory:
-            body = await exchange.read_body(ADMIN_BODY, memory)
-        request = exchange.request
-        return exchange.json(
-            200, await self._admin.answer(request.method, exchange.path, request.query, body, self._dispatcher.clock())
-        )
-
-
-def _key_headers(request: web.BaseRequest) -> dict[str, str]:
-    return {name: raw_header(request, name.encode()) for name in ("authorization", "x-api-key")}
-
-
-def metrics_handler(
-    metrics: GatewayMetrics, clients: Clients | None, clock: Callable[[], float]
-) -> Callable[[web.BaseRequest], Awaitable[web.Response]]:
-    """The handler of a port that has /metrics alone.
-
-    Args:
-        clients: whose keys open it; None: it needs no key.
-    """
-
-    async def handle(request: web.BaseRequest) -> web.Response:
-        if request.path != "/metrics":
-            return web.Response(status=404, text="Only /metrics is here.\n")
-        if clients is not None and not clients.may_see_details(_key_headers(request)):
-            headers = {"WWW-Authenticate": "Bearer"}
-            return web.Response(status=401, text="Send an API key, or start with --metrics-open.\n", headers=headers)
-        return web.Response(body=metrics.text(clock()), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-    return handle
+            body = await read_body(exchange, ADMIN_BODY, memory)
+        now = self._dispatcher.clock()
+        return json_answer(await self._admin.answer(exchange.method, exchange.path, exchange.query, body, now))

@@ -11,11 +11,8 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from aiohttp import web
 
 from phalanx.errors import ConfigError, ExitCode, NoReplica
 from phalanx.gateway.admin import Admin
@@ -25,7 +22,7 @@ from phalanx.gateway.dispatch.fleet import Fleet
 from phalanx.gateway.dispatch.policies import CacheAware, ConsistentHashing, LeastLoad, Policy, PowerOfTwo, RoundRobin
 from phalanx.gateway.dispatch.replica import Replica
 from phalanx.gateway.dispatch.replica_models import parse_aliases
-from phalanx.gateway.gateway_app import App, metrics_handler
+from phalanx.gateway.gateway_app import App
 from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
 from phalanx.gateway.relay.proxy import Proxy
 from phalanx.gateway.relay.replica_sessions import ReplicaSessions
@@ -36,14 +33,15 @@ from phalanx.gateway.settings.replicas_file import DefaultKeys, ReplicaSpec, par
 from phalanx.gateway.settings.watched_file import WatchedFile
 from phalanx.http.acceptor import FLUSH_S
 from phalanx.http.allowed_hosts import AllowedHosts
-from phalanx.http.connection_table import Deadlines, limits_for
+from phalanx.http.connection_table import ConnectionLimits, Deadlines, limits_for
 from phalanx.http.listening import base_url, bind, server_context
-from phalanx.http.service import HttpService
+from phalanx.http.service import HttpService, handling
 from phalanx.open_files import raise_limit
 
 log = logging.getLogger(__name__)
 
 OPEN_FILES = 4096  # besides one for each client's connection: one for each request on a replica
+METRICS_LIMITS = ConnectionLimits(64, 32)  # at a port of their own: some Prometheus servers, and people
 FILE_CHECK_S = 1.0  # between two looks at the files of replicas and keys
 CLOSING = "The gateway is shutting down."
 WITHOUT_ADMIN_KEY = (
@@ -70,7 +68,7 @@ def serve(config: GatewayConfig) -> int:
             remedy="For example --worker-urls http://10.0.0.5:8000,http://10.0.0.6:8000, or --replicas FILE; "
             "`phalanx up HOSTFILE --replicas N -- MODEL` starts servers and a gateway.",
         )
-    limits = limits_for(config.max_connections, config.max_connections_per_address, 0)
+    limits = limits_for(config.max_connections, config.max_connections_per_address, config.queue_size)
     raise_limit(limits.total + OPEN_FILES)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(bind(config.host, config.port))
@@ -158,7 +156,7 @@ class Gateway:
                 ]
                 for task in tasks:
                     task.add_done_callback(self._note_failure)
-                with self._signals():
+                with handling({signal.SIGINT: self.stop, signal.SIGTERM: self.stop, signal.SIGHUP: self.reload}):
                     await self._serve(app, proxy, fleet)
             finally:
                 tasks += self._leaving
@@ -230,16 +228,15 @@ class Gateway:
 
     async def _serve(self, app: App, proxy: Proxy, fleet: Fleet) -> None:
         tls = server_context(self._config.ssl_certfile, self._config.ssl_keyfile)
-        limits = limits_for(self._config.max_connections, self._config.max_connections_per_address, 0)
-        service = HttpService(app.handle, [self._listener], limits, deadlines=self._deadlines, tls=tls, is_gateway=True)
-        service.start()
-        apart: asyncio.Server | None = None
+        config = self._config
+        limits = limits_for(config.max_connections, config.max_connections_per_address, config.queue_size)
+        handle, apart = app.application.handle, app.metrics_application.handle
+        deadlines = self._deadlines
+        services = [HttpService(handle, [self._listener], limits, deadlines=deadlines, tls=tls, is_gateway=True)]
         if self._metrics_listener is not None:
-            clients = None if self._config.metrics_open else self._clients
-            handler = metrics_handler(self._metrics, clients, time.monotonic)
-            apart = await asyncio.get_running_loop().create_server(
-                web.Server(handler, access_log=None), sock=self._metrics_listener
-            )
+            services.append(HttpService(apart, [self._metrics_listener], METRICS_LIMITS, deadlines=deadlines))
+        for service in services:
+            service.start()
         names = ", ".join(fleet.replicas)
         url = base_url(self._config.host, self.port, tls=tls is not None)
         print(f"phalanx gateway is ready: {url} (replicas: {names})", flush=True)
@@ -248,12 +245,11 @@ class Gateway:
             await self._stopping.wait()
             await self._drain(app, proxy)
         finally:
-            if apart is not None:
-                apart.close()
-            await service.stop()
+            for service in services:
+                await service.stop()
 
     async def _drain(self, app: App, proxy: Proxy) -> None:
-        app.closing = CLOSING
+        app.close(CLOSING)
         grace = self._config.shutdown_grace_period_secs
         if app.unfinished:
             log.info("draining %d requests, %g s at most", app.unfinished, grace)
@@ -262,24 +258,6 @@ class Gateway:
         log.warning("%d requests did not end in time and are cut off", app.unfinished)
         proxy.close(NoReplica(CLOSING, retry_after=5.0))
         await app.wait_until_idle(FLUSH_S)
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM drain, SIGHUP reads files again. Outside of a main thread, nothing does."""
-        loop = asyncio.get_running_loop()
-        handlers = {signal.SIGINT: self.stop, signal.SIGTERM: self.stop, signal.SIGHUP: self.reload}
-        installed = []
-        try:
-            for number, handler in handlers.items():
-                loop.add_signal_handler(number, handler)
-                installed.append(number)
-        except (RuntimeError, ValueError):  # not the main thread
-            pass
-        try:
-            yield
-        finally:
-            for number in installed:
-                loop.remove_signal_handler(number)
 
 
 def _trusted(file: str | None) -> ssl.SSLContext | None:

@@ -1,8 +1,8 @@
 """Accepts connections within limits, and closes those whose client keeps the process waiting.
 
-`Acceptor` accepts, asks the table for a place (`connection_table.py`) and hands the socket to a protocol of the HTTP
-library that knows its place and its deadlines (`WatchedConnection`). Once a second the acceptor looks at every
-connection, and writes at most one line in ten seconds on what it closed. Does not know HTTP.
+`Acceptor` accepts, asks the table for a place (`connection_table.py`) and hands the socket to an `HttpConnection`.
+Once a second it looks at every connection, and writes at most one line in ten seconds on what it closed. Does not know
+HTTP.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar, cast
 
+from phalanx.http.connection import HttpConnection
 from phalanx.http.connection_table import (
     RESERVE,
     ConnectionLimits,
@@ -25,7 +25,6 @@ from phalanx.http.connection_table import (
     ConnectionTable,
     Deadlines,
     group_of,
-    sum_up,
 )
 
 log = logging.getLogger(__name__)
@@ -36,32 +35,6 @@ ACCEPT_RETRY_S = 1.0  # after accept() failed for want of files or memory; the k
 FLUSH_S = 5.0  # for the last bytes of answers, after the drain
 OTHER_FILES = 128
 """Open files besides connections: libraries, the engine's socket, pipes of ranks, logs, the event loop's own."""
-
-
-class WatchedConnection(Protocol):
-    """A connection that has a place; besides, an `asyncio.Protocol`."""
-
-    @property
-    def is_gone(self) -> bool:
-        """The connection is closed, and nothing waits to be sent."""
-
-    def overdue(self, now: float) -> str:
-        """Why this connection is to be closed, in words; empty if it is in time."""
-
-    def abort(self) -> None:
-        """Close at once, unsent bytes and all: a client that does not read would keep a mere `close` waiting."""
-
-
-S = TypeVar("S", bound=WatchedConnection)
-
-
-def unsent(transport: asyncio.Transport) -> int:
-    """Bytes that wait to be sent. None where a TLS connection was closed twice: asyncio's transport has let go of it
-    then, and asyncio ends it within 30 s."""
-    try:
-        return transport.get_write_buffer_size()
-    except AttributeError:  # of the None in place of its protocol
-        return 0
 
 
 def limits_within(limits: ConnectionLimits) -> ConnectionLimits:
@@ -75,11 +48,7 @@ def limits_within(limits: ConnectionLimits) -> ConnectionLimits:
     return ConnectionLimits(total, min(total, limits.per_address))
 
 
-def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-
-
-class Acceptor(Generic[S]):
+class Acceptor:
     """Accepts the connections of one listening socket until `stop`.
 
     Args:
@@ -92,7 +61,7 @@ class Acceptor(Generic[S]):
         self,
         listener: socket.socket,
         table: ConnectionTable,
-        connect: Callable[[ConnectionPlace], S],
+        connect: Callable[[ConnectionPlace], HttpConnection],
         *,
         deadlines: Deadlines,
         tls: ssl.SSLContext | None = None,
@@ -102,7 +71,7 @@ class Acceptor(Generic[S]):
         self._connect = connect
         self._deadlines = deadlines
         self._tls = tls
-        self._open: set[S] = set()
+        self._open: set[HttpConnection] = set()
         self._handshakes: set[asyncio.Task[None]] = set()
         self._closed: Counter[str] = Counter()  # cause -> connections closed for it since the last line of the log
         self._logged_at = -LOG_INTERVAL_S
@@ -143,23 +112,16 @@ class Acceptor(Generic[S]):
             connection.close()
             return
         task = asyncio.create_task(self._serve(connection, place))
-        place.close = functools.partial(_cancel, task)
+        place.close = task.cancel
         self._handshakes.add(task)
         task.add_done_callback(self._handshakes.discard)
 
     async def _serve(self, connection: socket.socket, place: ConnectionPlace) -> None:
         """Hand the socket to its protocol; with TLS, after the handshake."""
-        served: S | None = None
-
-        def made() -> asyncio.BaseProtocol:
-            nonlocal served
-            served = self._connect(place)
-            return cast(asyncio.BaseProtocol, served)
-
         handshake_s = self._deadlines.header_s if self._tls is not None else None
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(
-                made, connection, ssl=self._tls, ssl_handshake_timeout=handshake_s
+            _, served = await asyncio.get_running_loop().connect_accepted_socket(
+                functools.partial(self._connect, place), connection, ssl=self._tls, ssl_handshake_timeout=handshake_s
             )
         except OSError:  # a failed or late handshake, or the client left
             self._closed["without a TLS handshake"] += self._tls is not None
@@ -169,7 +131,6 @@ class Acceptor(Generic[S]):
             self._table.remove(place)
             raise
         else:
-            assert served is not None
             self._open.add(served)
 
     async def _check_deadlines(self) -> None:
@@ -196,7 +157,7 @@ class Acceptor(Generic[S]):
         limits = self._table.limits
         log.warning(
             "connections: %s; open now: %d (at most %d, %d per address)",
-            ", ".join(sum_up(counts)),
+            ", ".join(f"{count:,} {cause}" for cause, count in counts.most_common()),
             self._table.held,
             limits.total,
             limits.per_address,

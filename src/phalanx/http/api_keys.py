@@ -48,6 +48,11 @@ class ApiKeys:
         return True
 
 
+def is_same(given: str, key: str) -> bool:
+    """Whether a header's value is this key; in constant time, since digests are compared."""
+    return hmac.compare_digest(_digest(given.encode("latin-1")), _digest(key.encode()))
+
+
 def is_sendable(key: str) -> bool:
     """Whether a header can carry a key as it is: printable ASCII without blanks around it. No client sends another."""
     return bool(key) and key.isascii() and key.isprintable() and key == key.strip()

@@ -1,47 +1,54 @@
-"""What all requests to a server and all its answers have in common: request ids, host names, pages of other origins,
-HEAD, errors, clients that leave, places of the reserve. Knows no paths but those of health.
+"""What all requests to a server or a gateway and all answers have in common: request ids, host names, pages of other
+origins, HEAD, errors, clients that leave, places of the reserve. Knows no paths but those of health.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from aiohttp import StreamReader, web
 
-from phalanx.errors import AdminKeyRefused, EngineUnavailable, ForbiddenHost, PhalanxError
-from phalanx.http.allowed_hosts import AllowedHosts, name_of
+from phalanx.errors import AdminKeyRefused, EngineUnavailable, ForbiddenHost, PhalanxError, ReplicaError
+from phalanx.http.allowed_hosts import name_of
 from phalanx.http.connection import refusal
 from phalanx.http.connection_table import HEALTH_PATHS
 from phalanx.http.cross_origin import CrossOrigin
 from phalanx.http.error_responses import CLIENT_GONE, error_body, headers_of, not_http, public_failure
-from phalanx.http.http_exchange import STREAM_HEADERS, Answer, EventStream, Exchange, json_answer
+from phalanx.http.http_exchange import STREAM_HEADERS, Answer, EventStream, Exchange, Reply, json_answer
 from phalanx.http.refused_keys import RefusedKeys
-from phalanx.http.request_ids import REQUEST_ID
 from phalanx.http.router import Router
 
 log = logging.getLogger(__name__)
-
-SLOW_WRITE_S = 30.0  # a stream ends if its client reads nothing for so long
 
 
 class Application:
     """Answers requests by the routes.
 
     Args:
-        answered: called with the endpoint and the status of every answer.
+        is_own: whether a Host header is right.
+        answered: called with the endpoint and the status of every answer, once it has ended.
+        name: of what it is, in errors.
     """
 
     def __init__(
-        self, router: Router, hosts: AllowedHosts, origins: CrossOrigin, answered: Callable[[str, int], None]
+        self,
+        router: Router,
+        is_own: Callable[[str], bool],
+        origins: CrossOrigin,
+        answered: Callable[[str, int], None],
+        *,
+        name: str = "server",
     ) -> None:
         self.router = router
-        self._hosts = hosts
+        self.is_draining = False
+        """No connection outlasts its answer."""
+        self._is_own = is_own
         self._origins = origins
         self._answered = answered
-        self._refused = RefusedKeys("A wrong admin key")
+        self._name = name
+        self.refused_admins = RefusedKeys("A wrong admin key")
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """aiohttp's handler."""
@@ -52,24 +59,24 @@ class Application:
             if connection.fault:
                 return refusal(not_http(connection.fault))
             response = await self._respond(exchange)
-            log.debug("%s %s (%s): %d", exchange.method, exchange.path, exchange.id, response.status)
         except ConnectionError:  # the client left
-            if exchange.response is None:
-                self._answered(exchange.endpoint, CLIENT_GONE)
             connection.abort()
-            return exchange.response or web.Response(status=CLIENT_GONE)
+            response = exchange.response or web.Response(status=CLIENT_GONE)
         finally:
             connection.request_ends()
-        if connection.place.reserved or not drop_rest(request.content):
+        self._answered(exchange.endpoint, response.status)
+        log.debug("%s %s (%s): %d%s", exchange.method, exchange.path, exchange.id, response.status, exchange.remark)
+        if connection.place.reserved or self.is_draining or not drop_rest(request.content):
             response.force_close()
         return response
 
     async def _respond(self, exchange: Exchange) -> web.StreamResponse:
         """The response; of a stream, once it has ended."""
+        exchange.own_headers.update(self._origins.headers(exchange.headers))
         try:
             reply = await self._reply(exchange)
             if isinstance(reply, EventStream):
-                return await self._stream(exchange, reply)
+                return await _stream(exchange, reply)
         except PhalanxError as error:
             reply = self._failure(exchange, error)
         except ConnectionError:
@@ -80,24 +87,27 @@ class Application:
                 raise ConnectionAbortedError from None
             said = f"Internal server error; the server's log has the details of {exchange.id}."
             reply = error_answer(PhalanxError(said), exchange.path)
-        self._answered(exchange.endpoint, reply.status)
+        if isinstance(reply, web.StreamResponse):
+            return reply
         exchange.connection.note_written(len(reply.body))
-        headers = self._headers(exchange, reply.media_type, reply.headers)
+        headers = exchange.head(reply.headers)
+        if reply.media_type:
+            headers["Content-Type"] = reply.media_type
         return web.Response(status=reply.status, body=reply.body, headers=headers)
 
-    async def _reply(self, exchange: Exchange) -> Answer | EventStream:
+    async def _reply(self, exchange: Exchange) -> Reply:
         host = exchange.headers.get("host")
-        if host is not None and not self._hosts.accept(host):  # HTTP/1.0 may leave it out; browsers never do
+        if host is not None and not self._is_own(host):  # HTTP/1.0 may leave it out; browsers never do
             name = name_of(host)[:80]
             raise ForbiddenHost(
-                f"{name!r} is not a name of this server; start it with --allowed-hosts NAME to allow it."
+                f"{name!r} is not a name of this {self._name}; start it with --allowed-hosts NAME to allow it."
             )
         if exchange.connection.place.reserved and exchange.path not in HEALTH_PATHS:
-            raise EngineUnavailable("The server has as many connections as it may have.")
+            raise EngineUnavailable(f"The {self._name} has as many connections as it may have (--max-connections).")
         if (headers := self._origins.preflight(exchange.method, exchange.headers)) is not None:
             is_let_in = "Access-Control-Allow-Origin" in headers
-            said = b"OK" if is_let_in else b"Disallowed CORS origin"
-            return Answer(said, 200 if is_let_in else 400, "text/plain; charset=utf-8", headers)
+            said = "OK" if is_let_in else self._origins.refusal(exchange.headers)
+            return Answer(said.encode(), 200 if is_let_in else 400, "text/plain; charset=utf-8", headers)
         route, exchange.rest = self.router.find(exchange.method, exchange.path)
         exchange.endpoint = route.path
         if route.guard is not None:
@@ -106,34 +116,12 @@ class Application:
 
     def _failure(self, exchange: Exchange, error: PhalanxError) -> Answer:
         if isinstance(error, AdminKeyRefused):
-            self._refused.note(exchange.address, time.monotonic())
+            self.refused_admins.note(exchange.address, time.monotonic())
         answer = error_answer(error, exchange.path)
-        if answer.status >= 500 and not isinstance(error, EngineUnavailable):
-            log.error("%s %s (%s): %s", exchange.method, exchange.path, exchange.id, error)
+        is_bad = answer.status >= 500 and not isinstance(error, (EngineUnavailable, ReplicaError))
+        level = logging.ERROR if is_bad else logging.DEBUG
+        log.log(level, "%s %s (%s): %s", exchange.method, exchange.path, exchange.id, error)
         return answer
-
-    async def _stream(self, exchange: Exchange, stream: EventStream) -> web.StreamResponse:
-        """Send a stream.
-
-        Raises:
-            ConnectionError: its client has left, or reads nothing.
-        """
-        headers = self._headers(exchange, f"{stream.media_type}; charset=utf-8", STREAM_HEADERS)
-        exchange.response = response = web.StreamResponse(headers=headers)
-        self._answered(exchange.endpoint, response.status)
-        try:
-            await exchange.unless_lost(_send(exchange, response, stream))
-        except TimeoutError:
-            log.warning("a stream's reader took nothing for %g s; given up", SLOW_WRITE_S)
-            raise ConnectionAbortedError from None
-        finally:
-            stream.close()
-            await stream.events.aclose()
-        return response
-
-    def _headers(self, exchange: Exchange, media_type: str, more: Mapping[str, str]) -> dict[str, str]:
-        origins = self._origins.headers(exchange.headers)
-        return {"Content-Type": media_type, REQUEST_ID: exchange.id, "Server": "phalanx", **more, **origins}
 
 
 def error_answer(error: PhalanxError, path: str) -> Answer:
@@ -150,15 +138,24 @@ def drop_rest(content: StreamReader) -> bool:
     return True
 
 
-async def _send(exchange: Exchange, response: web.StreamResponse, stream: EventStream) -> None:
-    request, connection = exchange.request, exchange.connection
-    await response.prepare(request)
-    async for piece in stream.events:
-        if not piece:
-            continue
-        connection.note_written(len(piece))
-        await response.write(piece)
-        if connection.writing_paused:
-            async with asyncio.timeout(SLOW_WRITE_S):
-                await request.writer.drain()
-    await response.write_eof()
+async def _stream(exchange: Exchange, stream: EventStream) -> web.StreamResponse:
+    """Send a stream.
+
+    Raises:
+        ConnectionError: its client has left, or reads nothing.
+    """
+
+    async def send() -> web.StreamResponse:
+        await exchange.begin(200, {"Content-Type": f"{stream.media_type}; charset=utf-8", **STREAM_HEADERS})
+        async for piece in stream.events:
+            if piece:
+                await exchange.write(piece)
+        return await exchange.end()
+
+    try:
+        return await exchange.unless_lost(send())
+    except PhalanxError as error:  # a status would be a second head
+        raise RuntimeError("a stream that has begun tells its errors itself") from error
+    finally:
+        stream.close()
+        await stream.events.aclose()

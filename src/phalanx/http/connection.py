@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from phalanx.http.acceptor import unsent
 from phalanx.http.connection_table import KEEP_ALIVE_S, ConnectionPlace, ConnectionTable, Deadlines, TransferProgress
 from phalanx.http.error_responses import Failure, not_http, openai_error
 from phalanx.http.lingering import LingeringTransport
@@ -25,7 +24,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-READ_ENCODINGS = "the gateway reads gzip, deflate, and bodies without an encoding."
+HELD_BYTES = 64 << 10  # of requests that wait for the answer to one before; then no more are read
 STAND_IN = b"GET / HTTP/1.1\r\nHost: -\r\n\r\n"
 """What the parser gets in the place of a head that is refused: so its answer comes behind those before it."""
 
@@ -35,7 +34,7 @@ class HttpConnection(RequestHandler):
     `mark_busy`.
 
     Args:
-        is_gateway: heads are sent on, and encoded bodies decoded by aiohttp.
+        is_gateway: heads are sent on, with further lines.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class HttpConnection(RequestHandler):
             max_line_size=MAX_BYTES,
             max_field_size=MAX_BYTES,
             max_headers=MAX_LINES,
-            auto_decompress=is_gateway,
+            auto_decompress=False,
         )
         self.place = place
         self._table = table
@@ -103,17 +102,26 @@ class HttpConnection(RequestHandler):
         self._received += len(data)
         if self._header_since is None and self._n_begun == self._n_ended:
             self._header_since = time.monotonic()
+        self._hand_on(data)
+
+    def _hand_on(self, data: bytes) -> None:
+        """Give aiohttp what it may have of these bytes, and of those before."""
+        assert self._open is not None
         if passed := self._framing.feed(data):
             super().data_received(passed)
-        if not self._framing.fault:
-            return
-        self._open.pause_reading()  # until the connection is closed, after the answers before
-        if not self._is_refused:
+        # After a fault nothing is read until the connection is closed, after the answers before.
+        self._open.hold_reading(bool(self._framing.fault) or self._framing.n_held > HELD_BYTES)
+        if self._framing.fault and not self._is_refused:
             self._is_refused = True
             if not self._framing.in_body:
                 super().data_received(STAND_IN)
             if self._request is not None:
                 self._refuse_body(self._request)
+
+    def _next_request(self) -> None:
+        """The request before is answered: the one that waited for that is handed on, if it has come."""
+        if self._open is not None and not self._open.is_closing():
+            self._hand_on(b"")
 
     def _refuse_body(self, request: web.BaseRequest) -> None:
         """Let the handler know that the rest of a request's body will not come, if that is refused."""
@@ -152,12 +160,14 @@ class HttpConnection(RequestHandler):
     def request_ends(self) -> None:
         """The answer is written. The connection has been idle from now on."""
         self._n_ended += 1
+        self._framing.n_answered = self._n_ended
         self._request = None
         if self._open is not None and not self._open.is_closing():
             self._table.mark_busy(self.place)
             self._table.mark_idle(self.place)
-            if self._framing.n_heads > self._n_begun or self._framing.in_head:  # the next request came with this one
+            if self._framing.in_head:  # the next request came with this one
                 self._header_since = time.monotonic()
+                asyncio.get_running_loop().call_soon(self._next_request)
 
     async def unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, which is cancelled when the client leaves. An end of what it sends is a leaving.
@@ -187,6 +197,11 @@ class HttpConnection(RequestHandler):
         """It has read it."""
         self._reads_body = False
 
+    def give_up_body(self) -> None:
+        """The process ends, and aiohttp takes in no more: a body that is not whole stays so."""
+        if self._reads_body and self._framing.in_body:
+            self.abort()
+
     def note_written(self, n_bytes: int) -> None:
         """So many bytes of an answer were handed to the transport."""
         self._written += n_bytes
@@ -202,18 +217,13 @@ class HttpConnection(RequestHandler):
         if request.writer.output_size > 0:
             raise ConnectionError("an answer that has begun cannot become an error")
         self._is_refused = status < 500
-        failure = not_http(str(message)[:200].rstrip("."))
-        if status < 500 and "content-encoding" in str(message):  # aiohttp's words for what it lacks a package for
-            said = f"This Content-Encoding is not supported; {READ_ENCODINGS}"
-            failure = Failure(status=415, type="invalid_request_error", message=said)
-        elif status < 500:
-            said = str(message).partition("\n\n")[0]  # the parser's words; then it quotes the line, perhaps a key's
-            log.debug("malformed request of %s: %s", request.remote, said)
-        else:
+        if not self._is_refused:
             log.error("%s %s failed", request.method, request.path, exc_info=exc)
             said = "Internal error; the log has its details."
-            failure = Failure(status=status, type="server_error", message=said)
-        return refusal(failure)
+            return refusal(Failure(status=status, type="server_error", message=said))
+        said = str(message).partition("\n\n")[0]  # the parser's words; then it quotes the line, perhaps a key's
+        log.debug("malformed request of %s: %s", request.remote, said)
+        return refusal(not_http(str(message)[:200].rstrip(".")))
 
     # The acceptor --------------------------------------------------------------------------------------------
 
@@ -246,10 +256,13 @@ class HttpConnection(RequestHandler):
             self._open.abort()
 
 
-def raw_header(request: web.BaseRequest, name: bytes) -> str:
-    """A request's header as the client sent it, one character per byte; "" without one."""
-    found = (value for header, value in request.raw_headers if header.lower() == name)
-    return next(found, b"").decode("latin-1")
+def unsent(transport: asyncio.Transport) -> int:
+    """Bytes that wait to be sent. None where a TLS connection was closed twice: asyncio's transport has let go of it
+    then, and asyncio ends it within 30 s."""
+    try:
+        return transport.get_write_buffer_size()
+    except AttributeError:  # of the None in place of its protocol
+        return 0
 
 
 def refusal(failure: Failure) -> web.Response:

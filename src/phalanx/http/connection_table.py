@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from msgspec import Struct
 
@@ -51,10 +51,12 @@ class ConnectionPlace:
         close: closes the connection at once; the acceptor sets it, then the connection itself.
     """
 
-    def __init__(self, address: str, *, reserved: bool, close: Callable[[], None]) -> None:
+    def __init__(self, address: str, *, reserved: bool, close: Callable[[], object]) -> None:
         self.address = address
         self.reserved = reserved
         self.close = close
+        self.is_held = True
+        """Until the table removes it, which may be before its connection is made."""
 
 
 def group_of(address: str) -> str:
@@ -125,11 +127,11 @@ class ConnectionTable:
         self._unmark_idle(place)
         if place.reserved:
             self._reserved.pop(place, None)
-        elif place.close is not _closed:
+        elif place.is_held:
             self._held[place.address] -= 1
             if not self._held[place.address]:
                 del self._held[place.address]
-        place.close = _closed
+        place.is_held = False
 
     def _displace(self, address: str) -> bool:
         """Close the connection of this address that has been idle longest; False if none is idle."""
@@ -152,10 +154,6 @@ class ConnectionTable:
         self._idle_like(place).pop(place, None)
         if not place.reserved and not self._idle[place.address]:
             del self._idle[place.address]
-
-
-def _closed() -> None:
-    """Stands for `close` once the connection has left the table."""
 
 
 class Deadlines(Struct, frozen=True):
@@ -194,8 +192,3 @@ class TransferProgress:
         if self._since is None or total - self._bytes >= self._least:
             self._since, self._bytes = now, total
         return now - self._since > self._span_s
-
-
-def sum_up(counts: Counter[str]) -> Iterator[str]:
-    """The causes with their counts, the most frequent first: "12 without a whole header in 10 s"."""
-    return (f"{count:,} {cause}" for cause, count in counts.most_common())

@@ -88,18 +88,14 @@ class Failure(Struct, frozen=True, kw_only=True):
     code: str | None = None
 
 
-def failure_of(error: PhalanxError, message: str | None = None) -> Failure:
-    """The error as a client sees it.
-
-    Args:
-        message: None: the error's own.
-    """
+def public_failure(error: PhalanxError) -> Failure:
+    """The error as a client sees it: paths only in what is its own mistake, or a replica's, whose are those of URLs."""
     entry = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
     param, code = (error.param, error.code) if isinstance(error, InvalidRequest) else (None, None)
     return Failure(
         status=entry.status,
         type=entry.type,
-        message=str(error) if message is None else message,
+        message=str(error) if isinstance(error, (InvalidRequest, ReplicaError)) else without_paths(str(error)),
         param=param,
         code=code or entry.code,
     )
@@ -113,11 +109,6 @@ def not_http(why: str) -> Failure:
 def without_paths(text: str) -> str:
     """The text with the last part only of every absolute path: strangers need not know this machine's directories."""
     return PATH.sub(r"\1", text)
-
-
-def public_failure(error: PhalanxError) -> Failure:
-    """The error as a client sees it: paths only of mistakes of its own."""
-    return failure_of(error, str(error) if isinstance(error, InvalidRequest) else without_paths(str(error)))
 
 
 def headers_of(error: PhalanxError) -> dict[str, str]:

@@ -28,6 +28,7 @@ class LingeringTransport(asyncio.Transport):
         self._inner = inner
         self._is_sending = is_sending
         self._left: int | None = None  # bytes that are still dropped; None: `close` was not called
+        self._is_paused = self._is_held = False  # why nothing is read
 
     def close(self) -> None:
         """Close once what was written is sent, and the client has sent all or had its time."""
@@ -37,8 +38,12 @@ class LingeringTransport(asyncio.Transport):
             self._inner.close()
             return
         self._left = LINGER_BYTES
-        if self._inner.get_extra_info("sslcontext") is None:  # TLS has no end of one direction
-            self._inner.write_eof()
+        try:
+            if self._inner.get_extra_info("sslcontext") is None:  # TLS has no end of one direction
+                self._inner.write_eof()
+        except OSError:  # the client has reset the connection, which may be unread yet
+            self._inner.abort()
+            return
         self._inner.resume_reading()
         asyncio.get_running_loop().call_later(LINGER_S, self._inner.close)
 
@@ -73,11 +78,25 @@ class LingeringTransport(asyncio.Transport):
         self._inner.set_write_buffer_limits(high, low)
 
     def pause_reading(self) -> None:
-        if self._left is None:
-            self._inner.pause_reading()
+        self._is_paused = True
+        self._read_or_not()
 
     def resume_reading(self) -> None:
-        self._inner.resume_reading()
+        self._is_paused = False
+        self._read_or_not()
+
+    def hold_reading(self, is_held: bool) -> None:
+        """Read nothing while this is so, whatever aiohttp says of its own buffers by the two methods above."""
+        self._is_held = is_held
+        self._read_or_not()
+
+    def _read_or_not(self) -> None:
+        if self._left is not None:
+            return
+        if self._is_paused or self._is_held:
+            self._inner.pause_reading()
+        else:
+            self._inner.resume_reading()
 
     def is_reading(self) -> bool:
         return self._inner.is_reading()

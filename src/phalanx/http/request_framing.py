@@ -3,7 +3,8 @@
 That parser takes trailers, extensions of chunks and offers of other protocols, and lets a body be mostly the framing of
 its chunks. Here a head is held back until it is whole, judged by the common rule (`request_head.py`), and handed on
 without its offer of another protocol; a body's chunks are handed on as long as they are plain. So what the parser gets
-has one meaning. Does not know sockets, nor what heads and bodies say.
+has one meaning. A request waits here for the answer to the one before: so many small ones that come in one piece do not
+hold the event loop. Does not know sockets, nor what heads and bodies say.
 """
 
 from __future__ import annotations
@@ -47,9 +48,12 @@ class RequestFraming:
         """What is wrong with the request that came last, in words; nothing behind it is handed on."""
         self.n_heads = 0
         """Heads that were handed on."""
+        self.n_answered = 0
+        """Requests that were answered; while it is less than `n_heads`, no further one is handed on."""
         self._added = added
         self._part = Part.HEAD
-        self._held = b""  # of a head or a chunk's line that is not whole
+        self._held = b""  # of a head or a chunk's line that is not whole, or of requests that wait
+        self._searched = 0  # bytes of it in which there is no end of a head
         self._left = 0  # bytes of the body, or of its chunk
         self._framing = self._body = 0  # bytes of a chunked body, its chunks' own lines and the rest
 
@@ -63,20 +67,26 @@ class RequestFraming:
         """Whether a part of a head has come."""
         return self._part is Part.HEAD and bool(self._held)
 
+    @property
+    def n_held(self) -> int:
+        """Bytes that are held back."""
+        return len(self._held)
+
     def feed(self, data: bytes) -> bytes:
         """What of these bytes, and of those held back, the parser may have."""
-        seen, data, self._held = len(self._held), self._held + data, b""
+        seen, data, self._held, self._searched = self._searched, self._held + data, b"", 0
         passed: list[bytes] = []
         at = 0
-        while at < len(data) and not self.fault:
+        while at < len(data) and not self.fault and (self.in_body or self.n_heads == self.n_answered):
             end = self._end_of_part(data, at, max(at, seen - len(END) - 1))
             if end is None:
-                self._held = data[at:]
+                self._searched = len(data) - at
                 break
             piece = data[at:end]
             passed.append(UPGRADE.sub(b"", piece) if self._part is Part.HEAD else piece)
             self._go_on(piece)
             at = end
+        self._held = b"" if self.fault else data[at:]
         return b"".join(passed)
 
     def _end_of_part(self, data: bytes, at: int, start: int) -> int | None:

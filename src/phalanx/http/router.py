@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from msgspec import Struct
 
@@ -51,11 +51,20 @@ class Router:
             UnknownPath, WrongMethod: there is none.
         """
         wanted = "GET" if method == "HEAD" else method
-        found, rest = self._at.get(path), ""
-        if found is None and (begin := next(filter(path.startswith, self._below), None)) is not None:
-            found, rest = self._below[begin], path.removeprefix(begin)
-        if found is None:
+        allowed: dict[str, None] = {}
+        for begin, found in self._that_match(path):
+            if wanted in found:
+                return found[wanted], path.removeprefix(begin)
+            allowed |= dict.fromkeys(found)
+        if not allowed:
             raise UnknownPath(f"Not Found: {method} {path}")
-        if wanted not in found:
-            raise WrongMethod(f"Method Not Allowed: {method} {path}", allowed=tuple(found))
-        return found[wanted], rest
+        raise WrongMethod(f"Method Not Allowed: {method} {path}", allowed=tuple(allowed))
+
+    def _that_match(self, path: str) -> Iterator[tuple[str, dict[str, Route]]]:
+        """What is before the parameter, and the routes by their methods: of the path itself, then of those above it,
+        in the order in which they were added."""
+        if path in self._at:
+            yield path, self._at[path]
+        for begin, found in self._below.items():
+            if path.startswith(begin):
+                yield begin, found

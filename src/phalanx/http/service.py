@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from signal import Signals
 
 from aiohttp import web
 
@@ -24,8 +26,7 @@ class HttpService:
         listeners: bound, listening, not blocking. What is served at each, and within which limits, is the same.
         deadlines: how long clients may keep a connection waiting.
         tls: the server's certificate; None for plain HTTP.
-        is_gateway: see `HttpConnection`. A gateway's handlers are cancelled when their clients leave; a server's say
-            what of their work is.
+        is_gateway: see `HttpConnection`.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class HttpService:
         is_gateway: bool = False,
     ) -> None:
         self.table = ConnectionTable(limits_within(limits))
-        self._server = web.Server(handler, handler_cancellation=is_gateway)
+        self._server = web.Server(handler)  # handlers say what of their work ends with their client
 
         def connect(place: ConnectionPlace) -> HttpConnection:
             return HttpConnection(place, self.table, deadlines, self._server, is_gateway=is_gateway)
@@ -58,9 +59,28 @@ class HttpService:
         for acceptor in self.acceptors:
             await acceptor.stop()
         self._server.pre_shutdown()
+        for connection in self._server.connections:
+            assert isinstance(connection, HttpConnection)
+            connection.give_up_body()
         await self._server.shutdown(FLUSH_S)
         give_up = asyncio.get_running_loop().time() + FLUSH_S
         while any(acceptor.is_sending for acceptor in self.acceptors):
             if asyncio.get_running_loop().time() > give_up:
                 return
             await asyncio.sleep(LOOK_S)
+
+
+@contextmanager
+def handling(signals: Mapping[Signals, Callable[[], None]]) -> Iterator[None]:
+    """Call these when their signals come. Outside of a main thread, nothing does."""
+    loop = asyncio.get_running_loop()
+    try:
+        for number, handler in signals.items():
+            loop.add_signal_handler(number, handler)
+    except (RuntimeError, ValueError):  # not the main thread
+        pass
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)

@@ -28,6 +28,7 @@ RESUME = "x-phalanx-resume"
 RESUME_BYTES = 32 << 20  # of a `Resume`, which is no part of a body's limit
 MOST_ITEMS = RESUME_BYTES >> 6  # tokens and log-probabilities that fit: one takes at most 40 bytes, choices a little
 EVENT_MARK = b": phalanx "
+LINES = "application/x-ndjson"  # the media type of lines of JSON
 LINE_MARK = b'{"phalanx":'
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -68,7 +69,12 @@ class LocalEngine:
         self._engine = engine
         self._path = resolve_models(config, report)
         self._journal = Journal(
-            engine, ServerMetrics(config.model), max_num_seqs=config.max_num_seqs, queue=WAITING, clock=time.monotonic
+            engine,
+            ServerMetrics(config.model),
+            max_num_seqs=config.max_num_seqs,
+            queue=WAITING,
+            prompt_bytes=sys.maxsize,
+            clock=time.monotonic,
         )
         self._records: dict[str, _Record] = {}  # by the sequence's id
         self._numbers = itertools.count()

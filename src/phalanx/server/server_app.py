@@ -22,8 +22,10 @@ from phalanx.http.application import Application
 from phalanx.http.connection_table import HEALTH_PATHS
 from phalanx.http.cross_origin import CrossOrigin
 from phalanx.http.http_exchange import Answer, Exchange, json_answer
+from phalanx.http.model_lists import LM_STUDIO
 from phalanx.http.openapi import document
 from phalanx.http.router import Route, Router
+from phalanx.http.vector_requests import VECTOR_PATHS
 from phalanx.server.access import Access
 from phalanx.server.answers.call_memory import CallMemory
 from phalanx.server.dialects.common.dialect import Dialect
@@ -47,6 +49,7 @@ from phalanx.server.prompts.prompt_encoder import Prompts
 from phalanx.server.requests.intake import Intake
 from phalanx.server.requests.parsed import ApiModel, GenerationDefaults, served_names
 from phalanx.server.sequences.journal import Journal
+from phalanx.server.sequences.queue_room import PROMPT_BODIES
 from phalanx.server.sequences.server_metrics import ServerMetrics
 from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.supervision.client import EngineClient
@@ -66,18 +69,6 @@ GENERATING: Mapping[str, Dialect[Any]] = {
     "/api/generate": ollama_dialect.GENERATE,
 }
 """Path -> the dialect of the requests that the model answers there."""
-NOT_TEXT = (
-    "/v1/embeddings",
-    "/embeddings",
-    "/v1/rerank",
-    "/v2/rerank",
-    "/rerank",
-    "/v1/score",
-    "/score",
-    "/pooling",
-    "/classify",
-)
-"""Paths of OpenAI's, Cohere's, Jina's and vLLM's for models that compute vectors and scores."""
 COUNTING: Mapping[str, tuple[Dialect[Any], Callable[[int], dict[str, Any]]]] = {
     "/v1/messages/count_tokens": (COUNTED_MESSAGES, count_body),
     "/v1/responses/input_tokens": (RESPONSES, input_tokens_body),
@@ -91,7 +82,8 @@ class ServerApp(Struct, frozen=True):
     application: Application
     running: Callable[[], AbstractAsyncContextManager[None]]  # starts the engine, and closes it at the end
     journal: Journal
-    shapes: OutputShapes
+    served: ApiModel
+    prepare: Callable[[], None]  # begin what the first requests would wait for; returns at once
 
 
 def create_app(
@@ -121,11 +113,20 @@ def create_app(
         eos_ids=frozenset(tokenizer.eos_ids),
         template_kwargs=config.default_chat_template_kwargs,
         shapes=shapes_of(config, tokenizer),
+        shows_tools=tokenizer.shows_tools,
+        drop_tools=_note_once(served_names(config)[0]) if config.drops_tools else None,
         auto_tools=config.enable_auto_tool_choice,
     )
     numerics = numerics_of(config, served, tokenizer.fingerprint())
     metrics = ServerMetrics(served.names[0])
-    journal = Journal(engine, metrics, max_num_seqs=config.engine.max_num_seqs, queue=config.queue, clock=clock)
+    journal = Journal(
+        engine,
+        metrics,
+        max_num_seqs=config.engine.max_num_seqs,
+        queue=config.queue,
+        prompt_bytes=PROMPT_BODIES * config.max_body_bytes,
+        clock=clock,
+    )
     health = EngineHealth(
         engine, metrics, stall_s=config.stall_seconds, limit=config.engine.max_num_seqs, numerics=numerics
     )
@@ -174,14 +175,26 @@ def create_app(
         return described()
 
     router.add(Route("GET", "/openapi.json", openapi))
-    hosts, origins = AllowedHosts(config.host, config.allowed_hosts), CrossOrigin(config.allowed_origins)
-    return ServerApp(Application(router, hosts, origins, metrics.answered), running, journal, served.shapes)
+    hosts = AllowedHosts(config.host, config.allowed_hosts)
+    origins = CrossOrigin(config.allowed_origins, "--allowed-origins")
+    application = Application(router, hosts.accept, origins, metrics.answered)
+    return ServerApp(application, running, journal, served, grammars.prepare)
 
 
 def shapes_of(config: ServerConfig, tokenizer: Tokenizer) -> OutputShapes:
     """The formats in which the model writes calls and reasoning: by its chat template, or as the flags say."""
     found = choose(tokenizer.template_source, tokenizer.added_tokens)
     return by_name(found, config.tool_call_parser, config.reasoning_parser)
+
+
+def _note_once(model: str) -> Callable[[], None]:
+    """Logs at its first call that tools of requests to this model are left out."""
+
+    @cache
+    def note() -> None:
+        log.info("%s cannot call tools: those of requests are left out (--tools refuse: 400)", model)
+
+    return note
 
 
 def _report(task: asyncio.Task[None], on_failure: Callable[[BaseException], None] | None) -> None:
@@ -206,13 +219,15 @@ def _routes(
             Route("POST", path, information.counting(kind, written), client, kind.body)
             for path, (kind, written) in COUNTING.items()
         ),
-        *(Route("POST", path, information.other_outputs, client) for path in NOT_TEXT),
+        *(Route("POST", path, information.other_outputs, client) for path in VECTOR_PATHS),
         Route("GET", "/v1/models", information.models, client),
         Route("GET", "/v1/models/{name}", information.model, client),
         Route("POST", "/tokenize", information.tokenize, client, TokenizeBody),
         Route("POST", "/detokenize", information.detokenize, client, DetokenizeBody),
         Route("GET", "/tokenizer_info", information.tokenizer_info, client),
         Route("POST", "/reset_prefix_cache", information.reset_prefix_cache, client),
+        Route("GET", LM_STUDIO, information.lm_studio_models, client),
+        Route("GET", f"{LM_STUDIO}/{{name}}", information.lm_studio_model, client),
         Route("GET", "/", information.root),
         Route("GET", "/version", information.version),
         *(Route("GET", path, information.health) for path in HEALTH_PATHS),

@@ -9,12 +9,12 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from phalanx.errors import EngineUnavailable, ExitCode
 from phalanx.http.connection_table import Deadlines
 from phalanx.http.listening import base_url, server_context
-from phalanx.http.service import HttpService
+from phalanx.http.service import HttpService, handling
 from phalanx.server.requests.parsed import GenerationDefaults, served_names
 from phalanx.server.server_app import create_app
 from phalanx.server.settings.server_settings import ServerConfig
@@ -22,6 +22,7 @@ from phalanx.server.start import ending_signals, limits_of
 from phalanx.supervision.client import EngineClient
 from phalanx.text.printable import as_entry
 from phalanx.text.tokenizer import Tokenizer
+from phalanx.text.word_wrap import fitted
 from phalanx.types import Batch, ModelInfo
 
 log = logging.getLogger(__name__)
@@ -72,7 +73,8 @@ class ServerProcess:
         """
         self._loop = asyncio.get_running_loop()
         gc.freeze()  # else a collection looks at every imported module, for 30 ms in which no stream goes on
-        with self._signals():  # to the very end: a second one must not keep the engine from being closed
+        signals = dict.fromkeys((signal.SIGINT, *ending_signals()), self._drain)
+        with handling(signals):  # to the very end: a second one must not keep the engine from being closed
             await self._serve()
         if self._failure is not None:
             raise self._failure
@@ -80,6 +82,7 @@ class ServerProcess:
 
     async def _serve(self) -> None:
         async with self.app.running():
+            self.app.prepare()  # while the ranks load
             self.service = HttpService(
                 self.app.application.handle,
                 self._listeners,
@@ -99,33 +102,16 @@ class ServerProcess:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._drain)
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGINT and those of `ending_signals` drain. Outside of a main thread, nothing does."""
-        loop = asyncio.get_running_loop()
-        numbers = (signal.SIGINT, *ending_signals())
-        installed = []
-        try:
-            for number in numbers:
-                loop.add_signal_handler(number, self._drain)
-                installed.append(number)
-        except (RuntimeError, ValueError):  # not the main thread
-            pass
-        try:
-            yield
-        finally:
-            for number in installed:
-                loop.remove_signal_handler(number)
-
     # The engine's listener -------------------------------------------------------------------------------------
 
     def on_ready(self, info: ModelInfo) -> None:
-        """Log in which forms the model calls tools and reasons, and print the URL of the API last, once."""
+        """Log whether and in which forms the model calls tools and reasons, and print the URL of the API last, once."""
         if not self._announced:
             self._announced = True
             tls = self.tls is not None
             url = base_url(self._settings.host, self.port, tls=tls)
-            log.info("%s", self.app.shapes.describe())
+            served = self.app.served
+            log.info("%s", served.shapes.describe(shows_tools=served.shows_tools))
             for port in self.further_ports:
                 other = base_url(self._settings.host, port, tls=tls).removesuffix("/v1")
                 print(f"for Ollama's clients: {other}")
@@ -139,7 +125,8 @@ class ServerProcess:
         if self._announced:
             log.error("the engine went down for good: %s", reason)
         else:
-            print(f"phalanx could not start: {as_entry(reason)}", file=sys.stderr, flush=True)
+            said = fitted(f"phalanx could not start: {as_entry(reason)}", sys.stderr)
+            print(said, file=sys.stderr, flush=True)
         self._exit_code = self._engine.state.exit_code or ExitCode.CRASH
         self._ended.set()
 
@@ -157,6 +144,7 @@ class ServerProcess:
             self._fail_unfinished()
             self._ended.set()
             return
+        self.app.application.is_draining = True
         self.app.journal.close("The server is shutting down.")
         self._draining = asyncio.create_task(self._drain_then_exit())
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,8 @@ from phalanx.model.sampling.metadata import SamplingMetadata
 from phalanx.spec.drafters import BUCKETS, CERTAIN, Draft
 from phalanx.text.grammar import COMPILE_STACK, GrammarCompiler, reason
 from phalanx.types import FinishReason, SequenceRequest
+
+T = TypeVar("T")
 
 FREE = 16
 """Tokens without a forced one among them, after which a row's next forward is dispatched ahead again: inside a string,
@@ -50,7 +53,7 @@ class Grammars:
     """Matchers by sequence number. All methods are for the leader's thread.
 
     Args:
-        load: makes the compiler, with the model's tokenizer; called once, when the first grammar comes.
+        load: makes the compiler, with the model's tokenizer; called once, by `prepare` or for the first grammar.
         on_made: called by another thread when `take_made` has something to take.
     """
 
@@ -70,15 +73,18 @@ class Grammars:
         """Sequences whose matchers are being made."""
         return self._held
 
+    def prepare(self) -> None:
+        """Begin to load the compiler, for which the first grammar would wait. Returns at once.
+
+        An error is not lost: the first grammar meets it again.
+        """
+        self._submit(lambda: self._loaded().prepare())
+
     def begin(self, number: int, request: SequenceRequest) -> None:
         """Start to make the matcher of a new sequence, if it has a grammar."""
         if not request.grammar:
             return
-        before = threading.stack_size(COMPILE_STACK)  # of the thread, which the first call starts
-        try:
-            making = self._thread.submit(self._make, request.grammar, request.committed)
-        finally:
-            threading.stack_size(before)
+        making = self._submit(lambda: self._make(request.grammar, request.committed))
         self._rows[number] = _Row(making)
         self._held.add(number)
         making.add_done_callback(lambda _: self._on_made())
@@ -108,10 +114,20 @@ class Grammars:
             row.matcher.consume_tokens(list(tokens))
             row.free = 0 if row.forced else row.free + len(tokens)
 
-    def _make(self, grammar: str, committed: Seq[int]) -> LLMatcher:
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
+        before = threading.stack_size(COMPILE_STACK)  # of the thread, which the first call starts
+        try:
+            return self._thread.submit(work)
+        finally:
+            threading.stack_size(before)
+
+    def _loaded(self) -> GrammarCompiler:
         if self._compiler is None:
             self._compiler = self._load()
-        matcher = self._compiler.matcher(grammar)
+        return self._compiler
+
+    def _make(self, grammar: str, committed: Seq[int]) -> LLMatcher:
+        matcher = self._loaded().matcher(grammar)
         if committed and not matcher.consume_tokens(list(committed)):
             raise GrammarRefused(f"The grammar does not allow the tokens so far: {reason(matcher)}")
         return matcher

@@ -115,6 +115,11 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # the latest used last
 
+    def prepare(self) -> None:
+        """Read the vocabulary, for which the first grammar would wait: 0.5 s per 50,000 tokens. Blocks."""
+        with self._lock:
+            self._llguidance  # noqa: B018
+
     def check(self, grammar: str) -> None:
         """Compile a grammar and compute its first masks. Blocks; call it on a thread.
 

@@ -66,6 +66,10 @@ class GrammarTrial:
         self._limits = limits or GrammarLimits()
         self._processes = LimitedProcesses(CHILD)
 
+    def start(self) -> None:
+        """Start a process ahead of its first use. Returns at once."""
+        self._processes.start()
+
     def check(self, grammar: str) -> None:
         """Compile a serialised grammar and see what it begins with.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 ONE = ("items", "additionalItems", "additionalProperties", "contains", "propertyNames", "not", "if", "then", "else")
 LISTS = ("prefixItems", "anyOf", "oneOf", "allOf", "items")
@@ -32,6 +33,36 @@ def definitions(schema: Mapping[str, Any]) -> Iterator[tuple[list[str], dict[str
     """The schemas that a schema defines for references, each with the keys that lead to it."""
     for key in DEFINITIONS:
         yield from _in_map(schema, key)
+
+
+def reached(schema: Mapping[str, Any]) -> Iterator[tuple[list[str], Mapping[str, Any]]]:
+    """The schema and every part that a compiler comes to from it, once each, with the keys that lead to it.
+
+    A reference may lead to any place, for instance into a group of definitions.
+    """
+    seen: set[int] = set()
+    todo: list[tuple[list[str], Mapping[str, Any]]] = [([], schema)]
+    while todo:
+        keys, part = todo.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield keys, part
+        todo += (([*keys, *inner], found) for inner, found in (*subschemas(part), *definitions(part)))
+        if isinstance(reference := part.get("$ref"), str) and reference.startswith("#/"):
+            path = [unquote(key).replace("~1", "/").replace("~0", "~") for key in reference[2:].split("/")]
+            if isinstance(target := _at(schema, path), dict):
+                todo.append((path, target))
+
+
+def _at(value: Any, path: list[str]) -> Any:
+    """What these keys lead to; None if they lead nowhere."""
+    for key in path:
+        if isinstance(value, list) and key.isdecimal() and len(key) < 9 and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            value = value.get(key) if isinstance(value, dict) else None
+    return value
 
 
 def with_parts(schema: Mapping[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class Tokenizer:
         return 0 if longest is None else -(-len(text.encode()) // longest)
 
     def start_rendering(self) -> None:
-        """Start the process that renders the chat template, and find out which form of messages the template takes.
+        """Start the process that renders the chat template, and find out what the template takes and shows.
 
         Raises:
             ModelUnsupported: the template is no jinja.
@@ -119,6 +119,7 @@ class Tokenizer:
             return
         try:
             _, shown = self._forms
+            _ = self.shows_tools  # renders now, on this thread, what the server asks for on its loop
         except TemplateBroken as error:
             why = " ".join(str(error).split()).rstrip(".")
             raise ModelUnsupported(
@@ -135,6 +136,11 @@ class Tokenizer:
             return template_forms.roles_in_parts(lambda messages: self._try_to_render(messages, {}))
         except TemplateLimit:
             return frozenset(), frozenset()
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the chat template shows the model the tools that it may call."""
+        return self.has_chat_template and self._shows_tools[0]
 
     @cached_property
     def _shows_tools(self) -> tuple[bool, bool]:
@@ -225,16 +231,18 @@ class Tokenizer:
         Raises:
             InvalidRequest: names the field.
         """
-        remedy = "Start the server with a --chat-template that knows tools"
+        remedy = "or take a model that has tools"
         if variables.get("tools") and not self._shows_tools[0]:
             raise InvalidRequest(
-                f"The {self._template_name} does not show tools to the model. {remedy}, or send the tool_choice none.",
+                f"This model cannot call tools: the {self._template_name} does not show tools to it. "
+                f"Leave them out, {remedy}.",
                 param="tools",
             )
         calling = next((i for i, message in enumerate(messages) if message.get("tool_calls")), None)
         if calling is not None and not self._shows_tools[1]:
             raise InvalidRequest(
-                f"The {self._template_name} leaves out the calls of messages[{calling}]. {remedy}.",
+                f"This model cannot go on after calls of tools: the {self._template_name} leaves out those of "
+                f"messages[{calling}]. Begin a conversation without them, {remedy}.",
                 param=f"messages[{calling}].tool_calls",
             )
 

@@ -70,7 +70,7 @@ report = {
     "streamed": loop(streamed),
     "text": text,
     "stop": [ending.stop_reason, ending.stop_sequence],
-    "models": [entry.id for entry in client.models.list()],
+    "models": [[entry.id, entry.type, entry.display_name] for entry in client.models.list()],
     "errors": {
         400: refusal(client, messages=[{"role": "user", "content": [image]}]),
         401: refusal(client.with_options(api_key="wrong")),

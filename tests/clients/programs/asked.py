@@ -7,6 +7,15 @@ from pydantic import BaseModel, Field
 QUESTION = "How is the weather?"
 REPORT_WISH = "Report the weather."
 WISH = "Plan a trip."
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city", "days"],
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "Ask for the weather.", "parameters": PARAMETERS},
+}
 
 
 class Report(BaseModel):

@@ -1,12 +1,13 @@
-"""litellm: a loop of tools with each provider that this server serves, whole and streamed. Prints a report for each.
-Arguments: origin, key, model.
+"""litellm: a loop of tools with each provider that this server serves, whole and streamed, and both asynchronously.
+Prints a report for each. Arguments: origin, key, model.
 """
 
+import asyncio
 import json
 import sys
 
 import litellm
-from asked import QUESTION, get_weather
+from asked import QUESTION, TOOL, get_weather
 
 origin, key, model = sys.argv[1:]
 litellm.suppress_debug_info = True
@@ -18,15 +19,6 @@ PROVIDERS = {  # the prefix of the model's name -> path of the base URL, further
     "ollama_chat": ("", {}),
     "openai/responses": ("/v1", {}),
 }
-PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
-    "required": ["city", "days"],
-}
-TOOL = {
-    "type": "function",
-    "function": {"name": "get_weather", "description": "Ask for the weather.", "parameters": PARAMETERS},
-}
 
 
 def turn(messages, asked, *, stream):
@@ -37,7 +29,18 @@ def turn(messages, asked, *, stream):
     return litellm.stream_chunk_builder(chunks, messages=messages)
 
 
-def loop(asked, *, stream):
+def turn_asynchronously(messages, asked, *, stream):
+    """The answer, from the client that servers use: it has HTTP headers of its own."""
+
+    async def ask():
+        answer = await litellm.acompletion(messages=messages, stream=stream, **asked)
+        return [chunk async for chunk in answer] if stream else answer
+
+    answer = asyncio.run(ask())
+    return litellm.stream_chunk_builder(answer, messages=messages) if stream else answer
+
+
+def loop(asked, *, stream, turn=turn):
     """Ask until there are no more calls."""
     messages = [{"role": "user", "content": QUESTION}]
     calls, thoughts, ends = [], [], []
@@ -68,7 +71,13 @@ def report(provider, path, more):
     """Both loops and a refusal."""
     server = {"model": f"{provider}/{model}", "api_base": origin + path, "api_key": key, **more}
     asked = {**server, "num_retries": 0, "max_retries": 0, "tools": [TOOL]}
-    return {"whole": loop(asked, stream=False), "streamed": loop(asked, stream=True), "refusal": refusal(asked)}
+    ways = {
+        "whole": loop(asked, stream=False),
+        "streamed": loop(asked, stream=True),
+        "whole, asynchronous": loop(asked, stream=False, turn=turn_asynchronously),
+        "streamed, asynchronous": loop(asked, stream=True, turn=turn_asynchronously),
+    }
+    return {**ways, "refusal": refusal(asked)}
 
 
 print(json.dumps({provider: report(provider, *served) for provider, served in PROVIDERS.items()}))

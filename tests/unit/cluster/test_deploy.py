@@ -203,7 +203,7 @@ def test_services_do_not_restart_after_final_exit_codes():
     assert {int(code) for code in codes.split()} == final
 
 
-PAGES = ("clusters", "first-run", "gateway", "quickstart")
+PAGES = ("clusters", "deployment", "first-run", "gateway", "install", "quickstart")
 
 
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{name}.md" for name in PAGES)])

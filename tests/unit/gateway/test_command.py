@@ -8,6 +8,7 @@ from phalanx.cli import gateway
 from phalanx.cli.main import main
 from phalanx.errors import ExitCode
 from phalanx.gateway.settings.gateway_settings import GatewayConfig
+from phalanx.gateway.settings.replicas_file import specs_of_urls
 
 COMMAND = ["gateway", "--worker-urls", "http://a"]
 SINGLE = {
@@ -92,6 +93,37 @@ def test_a_key_that_no_header_can_have_is_refused(served, flag):
     for key in ("", " ", "\u00fc", "a\nb", " a"):
         assert main([*COMMAND, flag, key]) == ExitCode.CONFIG
     assert not served
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--worker-urls", "http://a,http://b/v1"],
+        ["--worker-urls", "http://a", "http://b"],
+        ["--worker-urls=http://a", "http://b"],
+        ["--worker-urls", "http://a", "--worker-urls", "http://b"],
+        ["--worker-urls", "http://a http://b"],
+        ["--worker-urls", "http://a,", "http://b", "--port", "1"],
+        ["--port", "1", "--worker-urls", "http://a", "--policy", "round_robin", "--worker-urls", "http://b"],
+    ],
+)
+def test_urls_have_blanks_or_commas_between_them_or_a_flag_each(served, words):
+    """As the routers of SMG and vLLM take them, beside commas."""
+    assert main(["gateway", *words]) == 0
+    assert [spec.url for spec in specs_of_urls(served[0].worker_urls)] == ["http://a", "http://b"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--worker-urls"], "requires an argument"),
+        (["--worker-urls", "--port", "1", "http://b"], ""),
+        (["--port", "1", "http://b", "--worker-urls", "http://a"], "one argument too many"),
+    ],
+)
+def test_a_word_behind_another_flag_is_no_url(served, capsys, words, said):
+    assert main(["gateway", *words]) == ExitCode.USAGE and not served
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("urls", ["", " , "])

@@ -15,7 +15,7 @@ from phalanx.gateway.relay.api_kinds import dialect_of, error_event
 from phalanx.gateway.relay.body_peek import tokens_of
 from phalanx.gateway.relay.event_reader import LARGEST_EVENT, MOST_LINES, EventReader
 from phalanx.gateway.relay.transcript import Transcript
-from phalanx.http.error_responses import error_body, failure_of
+from phalanx.http.error_responses import error_body, public_failure
 from phalanx.http.stream_records import RecordedChoice, Start, StreamRecord, framed
 
 
@@ -153,7 +153,7 @@ def test_an_error_ends_a_stream_of_every_dialect(dialect):
     found = reader(dialect)
     found.feed(begun)
     assert not found.ended
-    body = error_body(failure_of(ReplicaFailed("The replica b broke off.")), PATHS[dialect])
+    body = error_body(public_failure(ReplicaFailed("The replica b broke off.")), PATHS[dialect])
     text = error_event(dialect, body, number=found.next_number)
     assert found.feed(text) == text and found.ended and found.finish() == ""
     assert b"The replica b broke off." in text

@@ -291,3 +291,15 @@ def test_a_request_that_breaks_so_many_replicas_ends_with_an_error_that_says_so(
         do(world, event)
     said = "The replica a broke off. The replica b broke off. It goes nowhere else: perhaps it breaks them"
     assert world.failover.state == "done" and str(world.failover.result).startswith(said)
+
+
+def test_a_begun_stream_waits_less_long_than_a_request_that_has_not_begun():
+    """One waits for its turn, the other for a server to come back."""
+    world = World()
+    for event in ("place a", "wait 5", "breaks"):
+        do(world, event)
+    assert world.request.give_up_at == 5 + 600
+    world = World()
+    for event in ("place a", "pieces 1", "wait 5", "breaks"):
+        do(world, event)
+    assert world.request.give_up_at == 5 + 60

@@ -12,8 +12,8 @@ from support.examples import examples
 from phalanx.errors import InvalidRequest, RateLimited
 from phalanx.gateway.dispatch.breaker import BreakerRules
 from phalanx.gateway.dispatch.replica import Replica
-from phalanx.gateway.dispatch.replica_health import HealthRules
-from phalanx.gateway.dispatch.replica_models import cards_in, merged, merged_tags, names_in, tags_in
+from phalanx.gateway.dispatch.replica_health import Check, HealthRules
+from phalanx.gateway.dispatch.replica_models import cards_in, merged, merged_tags, model_meant, names_in, tags_in
 from phalanx.gateway.dispatch.retries import CLIENTS, MOST, PER_SECOND, RetryBudget, RetryBudgets, pause
 from phalanx.gateway.relay.body_peek import peek, tokens_of, usage_in, with_model
 from phalanx.gateway.settings.gateway_settings import GatewayConfig
@@ -360,3 +360,17 @@ def test_ollamas_tag_may_be_there_or_not():
     one.models = names_in([{"id": "demo"}, {"id": "llama3:latest"}, {"id": "qwen:7b"}])
     served = ("demo", "demo:latest", "llama3", "llama3:latest", "qwen:7b")
     assert all(map(one.serves, served)) and not any(map(one.serves, ("qwen", "qwen:latest", "demo:7b", "de")))
+
+
+def test_a_name_in_another_case_is_the_one_that_a_replica_knows():
+    one, other = (Replica(ReplicaSpec(name=name, url=f"http://{name}"), HealthRules(), BreakerRules()) for name in "ab")
+    one.models = names_in([{"id": "demo"}, {"id": "Llama3:latest"}])
+    aliases = {"gpt-4o": "demo"}
+    for asked, meant in (
+        ("demo", "demo"), ("DEMO:latest", "demo"), ("llama3", "Llama3"), ("Llama3:latest", "Llama3:latest"),
+        ("GPT-4o:latest", "demo"), ("x", "x"),
+    ):  # fmt: skip
+        assert model_meant(asked, [one, other], aliases) == meant
+    other.health.note(Check(ok=True), 0.0, 0.0)  # it is up, and does not say what it serves: "DEMO" may be its own
+    assert model_meant("DEMO", [one, other], aliases) == "DEMO"
+    assert model_meant("gpt-4o", [one, other], aliases) == "demo"

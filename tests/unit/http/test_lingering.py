@@ -14,9 +14,10 @@ from phalanx.http.lingering import LINGER_BYTES, LingeringTransport
 class Inner(asyncio.Transport):
     """Notes what is done to it."""
 
-    def __init__(self, *, tls: bool = False) -> None:
+    def __init__(self, *, tls: bool = False, is_reset: bool = False) -> None:
         super().__init__({"sslcontext": "one"} if tls else {})
         self.done: list[str] = []
+        self._is_reset = is_reset
 
     def is_closing(self) -> bool:
         return "close" in self.done
@@ -29,6 +30,11 @@ class Inner(asyncio.Transport):
 
     def write_eof(self) -> None:
         self.done.append("write_eof")
+        if self._is_reset:
+            raise OSError("Transport endpoint is not connected")
+
+    def abort(self) -> None:
+        self.done.append("abort")
 
     def resume_reading(self) -> None:
         self.done.append("resume_reading")
@@ -75,3 +81,26 @@ def test_the_rest_is_taken_in_for_a_time(monkeypatch):
             await asyncio.sleep(0.001)
 
     asyncio.run(scenario())
+
+
+def test_a_client_that_has_reset_the_connection_is_closed_at_once():
+    """Its reset is not read while reading is paused: without an end the connection would keep its place for ever."""
+    inner = Inner(is_reset=True)
+    transport = LingeringTransport(inner, lambda: True)
+    transport.close()
+    assert inner.done == ["write_eof", "abort"] and transport.is_closing()
+
+
+def test_nothing_is_read_while_either_side_does_not_want_it():
+    """aiohttp goes on once its buffers have room; what waits for an answer before does not."""
+    inner = Inner()
+    transport = LingeringTransport(inner, lambda: True)
+    transport.hold_reading(True)
+    transport.pause_reading()
+    transport.resume_reading()
+    assert set(inner.done) == {"pause_reading"}
+    transport.hold_reading(False)
+    assert inner.done.pop() == "resume_reading"
+    transport.pause_reading()
+    transport.hold_reading(False)
+    assert set(inner.done) == {"pause_reading"}

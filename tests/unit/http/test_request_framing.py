@@ -11,9 +11,15 @@ from phalanx.http.request_framing import RequestFraming
 
 
 def framed(data: bytes, step: int) -> tuple[bytes, RequestFraming]:
-    """What is handed on of data that comes in pieces of this size."""
+    """What is handed on of data that comes in pieces of this size, where each request is answered at once."""
     framing = RequestFraming(added=False)
-    return b"".join(framing.feed(data[at : at + step]) for at in range(0, len(data), step)), framing
+    passed = b""
+    for at in range(0, len(data), step):
+        passed += framing.feed(data[at : at + step])
+        while framing.n_answered < framing.n_heads and not framing.in_body:
+            framing.n_answered = framing.n_heads
+            passed += framing.feed(b"")
+    return passed, framing
 
 
 @pytest.mark.parametrize("data", REFUSED.values(), ids=REFUSED)
@@ -46,6 +52,18 @@ def test_requests_in_one_piece_follow_each_other(step):
     passed, framing = framed(data, step)
     assert passed == data and framing.n_heads == 3
     assert [len(body) for body in parsed(passed)] == [20_000, 3, 0]
+
+
+@given(st.integers(1, 300))
+def test_a_request_waits_for_the_answer_to_the_one_before(step):
+    """Ten thousand that come in one piece held the loop for as long as it took to judge them all."""
+    one = CHUNKED + b"3\r\nabc\r\n0\r\n\r\n"
+    framing = RequestFraming(added=False)
+    passed = b"".join(framing.feed((3 * one)[at : at + step]) for at in range(0, 3 * len(one), step))
+    for n in range(1, 4):
+        assert passed == n * one and framing.n_heads == n and framing.n_held == (3 - n) * len(one)
+        framing.n_answered = n
+        passed += framing.feed(b"")
 
 
 @pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"TLS/1.0, h2c"])

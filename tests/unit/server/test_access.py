@@ -13,6 +13,7 @@ from support.serving import CHAT, CONFIG, fake_engine, serving
 from phalanx.errors import InvalidApiKey, WrongMediaType
 from phalanx.http.allowed_hosts import AllowedHosts
 from phalanx.http.api_keys import ApiKeys
+from phalanx.http.cross_origin import CrossOrigin
 from phalanx.http.error_responses import without_paths
 from phalanx.http.media_types import is_json, require_json
 from phalanx.server.requests.parsed import shown_name
@@ -222,7 +223,10 @@ def test_a_foreign_name_is_refused_everywhere(tokenizer):
         ({"Content-Type": "text/plain"}, False),
         ({"Content-Type": "application/x-www-form-urlencoded"}, False),
         ({"Content-Type": "text/plain; application/json"}, False),
-        ({"Content-Type": "application/octet-stream"}, False),
+        ({"Content-Type": "application/octet-stream"}, True),  # litellm's asynchronous client for Ollama
+        ({"Content-Type": "application/octet-stream", "Origin": "https://evil.com"}, False),
+        ({"Content-Type": "application/octet-stream", "Sec-Fetch-Site": "same-site"}, False),
+        ({"Content-Type": "application/x-octet-stream"}, False),
     ],
 )
 def test_what_a_page_could_send_is_no_json(sent, is_let_in):
@@ -240,9 +244,9 @@ def test_a_web_page_cannot_reset_the_prefix_cache(tokenizer):
         for headers in ({"origin": "null"}, {"sec-fetch-site": "cross-site"}, {"content-type": "text/plain"}):
             assert (await client.post("/reset_prefix_cache", headers=headers)).status_code == 415
         assert not engine.received
-        for headers in (JSON, {}):
+        for headers in (JSON, {}, {"content-type": "application/octet-stream"}):
             assert (await client.post("/reset_prefix_cache", headers=headers)).status_code == 200
-        assert engine.received == [ResetPrefixCache()] * 2
+        assert engine.received == [ResetPrefixCache()] * 3
 
     run(tokenizer, scenario)
 
@@ -260,6 +264,9 @@ def test_pages_of_other_origins_are_not_let_in_unless_asked_for(tokenizer):
         answer = await client.get("/v1/models", headers={"origin": "https://chat.example.com", "x-api-key": "one"})
         for response in (preflight, answer):
             assert not [name for name in response.headers if name.startswith("access-control")]
+        assert preflight.status_code == 400
+        assert "--allowed-origins https://chat.example.com lets them in" in preflight.text
+        assert (await client.options("/v1/models")).status_code == 405  # no pre-flight
 
     run(tokenizer, scenario, KEYED)
 
@@ -277,8 +284,29 @@ def test_allowed_origins(tokenizer):
         assert answer.headers["access-control-allow-origin"] == "https://chat.example.com"
         evil = await client.options("/v1/models", headers={**PREFLIGHT, "origin": "https://evil.com"})
         assert "access-control-allow-origin" not in evil.headers
+        assert evil.status_code == 400 and "--allowed-origins https://evil.com lets them in" in evil.text
 
     run(tokenizer, scenario, replace(KEYED, allowed_origins=("https://chat.example.com",)))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "let_in", "refused"),
+    [
+        ("chrome-extension://*", "chrome-extension://abcdefgh", "moz-extension://abcdefgh"),
+        ("chrome-extension://*", "chrome-extension://a", "https://chrome-extension"),
+        ("https://*.example.com", "https://a.b.example.com", "https://example.com"),
+        ("https://*.example.com", "https://a.example.com", "https://a.example.com.evil.com"),
+        ("https://*.example.com", "https://a.example.com", "https://axexample.com"),
+        ("http://localhost:*", "http://localhost:3000", "http://localhost"),
+        ("https://chat.example.com", "https://chat.example.com", "https://chatxexample.com"),
+        ("null", "null", "https://null"),
+    ],
+)
+def test_a_star_in_an_origin(pattern, let_in, refused):
+    origins = CrossOrigin((pattern, "https://other.example"))
+    assert origins.headers({"origin": let_in})["Access-Control-Allow-Origin"] == let_in
+    for origin in (refused, "https://evil.com", "*", ""):
+        assert "Access-Control-Allow-Origin" not in origins.headers({"origin": origin})
 
 
 def test_no_page_loads_anything_from_outside(tokenizer):

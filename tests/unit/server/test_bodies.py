@@ -62,7 +62,7 @@ def test_no_body_takes_memory_out_of_proportion():
         (ChatBody, {"messages": MESSAGES, "metadata": {"a": NESTED}}, "metadata"),
         (ChatBody, {"messages": MESSAGES, "chat_template_kwargs": {"a": NESTED}}, "chat_template_kwargs"),
         (ChatBody, {"messages": MESSAGES, "tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
-        (ChatBody, {"messages": MESSAGES, "tools": [{"type": "function", "custom": {}}]}, "tools[0].custom"),
+        (ChatBody, {"messages": MESSAGES, "tools": [{"type": "function", "custom": {}}]}, "tools[0].function"),
         (ChatBody, {"messages": [{"role": "user", "content": [VIDEO]}]}, "messages[0].content[0].type"),
         (ChatBody, {"messages": [{"role": "assistant", "tool_calls": [CUSTOM]}]}, "messages[0].tool_calls[0].type"),
         (ChatBody, {"messages": MESSAGES, "response_format": {"type": "regex", "x": "a+"}}, "response_format.type"),

@@ -14,6 +14,8 @@ from phalanx.server.fields.call_arguments import parse_arguments
     [
         ("", {}),
         (" \n", {}),
+        ("null", {}),
+        (" null\n", {}),
         ('{"a": [1, 2.5, "\\u00e9"]}', {"a": [1, 2.5, "\u00e9"]}),
         ('{"n": 123456789012345678901234567890}', {"n": 123456789012345678901234567890}),
         ('{"n": [1e400, -1e400]}', {"n": [sys.float_info.max, -sys.float_info.max]}),
@@ -28,7 +30,7 @@ def test_the_object(text, value):
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("[1]", "not a JSON object"), ("null", "not a JSON object"), ("{", "not JSON"), ('{"a": NaN}', "not JSON")],
+    [("[1]", "not a JSON object"), ('"null"', "not a JSON object"), ("{", "not JSON"), ('{"a": NaN}', "not JSON")],
 )
 def test_no_object(text, why):
     with pytest.raises(ValueError, match=why):

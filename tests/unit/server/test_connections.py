@@ -110,6 +110,16 @@ def test_a_place_is_given_back_once():
     assert book.admit("c") and book.admit("d") and not book.closed
 
 
+def test_a_place_that_made_way_before_its_connection_was_made_is_given_back_once():
+    """Else an address with one place had two at a time."""
+    book = Book(1, 1)
+    place = book.admit("a")
+    assert book.admit("b") and book.closed == ["a"]
+    place.close = lambda: None  # by the connection, which is made all the same
+    book.table.remove(place)
+    assert book.table.held == 1
+
+
 @pytest.mark.parametrize(
     ("address", "group"),
     [

@@ -113,7 +113,7 @@ def test_the_answer_of_a_full_server_is_that_of_the_common_table(tokenizer, path
             return response
 
     response = asyncio.run(main())
-    error = EngineUnavailable("The server has as many connections as it may have.")
+    error = EngineUnavailable("The server has as many connections as it may have (--max-connections).")
     assert response.status_code == 503 and response.json() == error_body(public_failure(error), path)
     wanted = {name.lower(): value for name, value in headers_of(error).items()}
     assert wanted.items() <= dict(response.headers).items()

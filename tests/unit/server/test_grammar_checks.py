@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import threading
 
 import httpx
@@ -79,6 +80,38 @@ def test_the_same_grammar_at_once_is_tried_once(checks, trial):
 
     asyncio.run(main())
     assert trial.tried == ["start: /slow/"]
+
+
+def test_the_first_grammar_waits_for_no_process_and_no_vocabulary(checks, tokenizer, trial, monkeypatch):
+    started, read = threading.Event(), threading.Event()
+    monkeypatch.setattr(trial, "start", started.set)
+    prepare = checks._compiler.prepare
+    monkeypatch.setattr(checks._compiler, "prepare", lambda: (prepare(), read.set()))
+    checks.prepare()
+    assert started.wait(60) and read.wait(60)
+
+    def again(token: int) -> bytes:
+        raise AssertionError("the vocabulary is read already")
+
+    monkeypatch.setattr(tokenizer, "token_bytes", again)
+    assert asyncio.run(checks.output_grammar(regex("a"), "key"))
+
+
+def test_a_process_that_was_started_ahead_is_the_one_that_tries(monkeypatch):
+    n_started = 0
+    real = subprocess.Popen
+
+    def count(*arguments, **options):
+        nonlocal n_started
+        n_started += 1
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", count)
+    trial = GrammarTrial([])
+    trial.start()
+    assert n_started == 1
+    trial.check_schema(PERSON)
+    assert n_started == 1
 
 
 def test_results_of_long_ago_are_forgotten(checks, trial):
@@ -160,6 +193,11 @@ def test_over_http(tokenizer, monkeypatch):
             named = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
             for fields, param, place in [
                 ({"response_format": named}, "response_format", "response_format.json_schema.schema.properties.a"),
+                (
+                    {"response_format": {"type": "json_object", "value": schema}},
+                    "response_format",
+                    "response_format.value.properties.a",
+                ),
                 ({"guided_json": schema}, "guided_json", "guided_json.properties.a"),
                 (
                     {"structured_outputs": {"json": schema}},

@@ -261,6 +261,48 @@ def test_models(tokenizer):
     run(tokenizer, scenario, config=replace(CONFIG, served_model_name=("org/a", "b")))
 
 
+def test_a_models_name_has_ollamas_tag_or_another_case_in_every_dialect(tokenizer):
+    asked = {"max_tokens": 3, "stream": False}
+    user = [{"role": "user", "content": "hello"}]
+    bodies = {
+        "/v1/chat/completions": {**asked, "messages": user},
+        "/v1/completions": {**asked, "prompt": "hello"},
+        "/v1/messages": {**asked, "messages": user},
+        "/v1/responses": {"input": "hello", "max_output_tokens": 16},
+        "/api/chat": {"messages": user, "stream": False},
+        "/api/generate": {"prompt": "hello", "stream": False},
+        "/v1/messages/count_tokens": {"messages": user},
+        "/tokenize": {"prompt": "hello"},
+        "/api/show": {},
+    }
+
+    async def scenario(client, engine):
+        for path, body in bodies.items():
+            for name, meant in (("org/A:latest", "org/a"), ("B", "b"), ("B:Latest", "b"), ("b:latest", "b")):
+                answer = await client.post(path, json={**body, "model": name})
+                assert answer.status_code == 200, (path, name, answer.text)
+                assert answer.json().get("model", meant) == meant
+            assert (await client.post(path, json={**body, "model": "b:7b"})).status_code == 404, path
+        for root in ("/v1/models", "/api/v0/models"):
+            assert (await client.get(f"{root}/ORG/a:latest")).json()["id"] == "org/a"
+            assert (await client.get(f"{root}/b:7b")).status_code == 404
+
+    run(tokenizer, scenario, config=replace(CONFIG, served_model_name=("org/a", "b")))
+
+
+def test_model_lists_are_those_of_the_client_that_asks(tokenizer):
+    async def scenario(client, engine):
+        listed = (await client.get("/v1/models", headers={"anthropic-version": "2023-06-01"})).json()
+        assert listed["has_more"] is False and listed["data"][0]["display_name"] == "tiny"
+        card = (await client.get("/v1/models/tiny", headers={"user-agent": "mistral-client-python/3.7.0"})).json()
+        assert card["type"] == "base" and card["max_context_length"] == 512
+        (card,) = (await client.get("/api/v0/models")).json()["data"]
+        assert (card["id"], card["state"], card["loaded_context_length"]) == ("tiny", "loaded", 512)
+        assert (await client.get("/api/v0/models/tiny")).json() == card
+
+    run(tokenizer, scenario)
+
+
 @pytest.mark.parametrize(
     ("content", "headers", "status"),
     [

@@ -9,6 +9,7 @@ import pytest
 from phalanx.errors import EngineError, EngineUnavailable, Quarantined, QueueFull, SlowClient
 from phalanx.server.sequences.journal import TRIAL_TOKENS, UNREAD_TOKENS, Journal
 from phalanx.server.sequences.output_queue import OutputQueue, StreamEnd
+from phalanx.server.sequences.queue_room import TOKEN_BYTES
 from phalanx.server.sequences.server_metrics import ServerMetrics
 from phalanx.supervision.fake_engine import FakeEngine, hashed
 from phalanx.types import (
@@ -35,12 +36,17 @@ def request(name: str = "r/0", max_tokens: int = 8, **fields) -> SequenceRequest
 class Bench:
     """A journal, a fake engine stepped by hand and a clock set by hand."""
 
-    def __init__(self, max_num_seqs: int = 2, queue: int = 2, **engine) -> None:
+    def __init__(self, max_num_seqs: int = 2, queue: int = 2, prompt_bytes: int = 1 << 20, **engine) -> None:
         self.now = 100.0
         self.engine = FakeEngine(manual=True, max_num_seqs=max_num_seqs, clock=lambda: self.now, **engine)
         self.metrics = ServerMetrics("tiny")
         self.journal = Journal(
-            self.engine, self.metrics, max_num_seqs=max_num_seqs, queue=queue, clock=lambda: self.now
+            self.engine,
+            self.metrics,
+            max_num_seqs=max_num_seqs,
+            queue=queue,
+            prompt_bytes=prompt_bytes,
+            clock=lambda: self.now,
         )
 
     def submit(self, *requests: SequenceRequest):
@@ -435,6 +441,28 @@ def test_a_place_is_counted_for_its_owner_until_its_sequence_ends():
         bench.journal.reserve(1, "a")
     bench.engine.step()
     bench.journal.reserve(1, "a")
+
+
+def test_prompts_that_wait_have_so_much_memory_and_no_key_has_it_all():
+    bench = Bench(max_num_seqs=2, queue=100, prompt_bytes=100 * TOKEN_BYTES)
+    asyncio.run(bench.engine.start())
+    greedy = [bench.journal.reserve(1, "greedy") for _ in range(3)]
+    greedy[0].hold_prompts(60)
+    greedy[1].hold_prompts(40)
+    with pytest.raises(QueueFull, match="--max-body-mb") as refused:
+        greedy[2].hold_prompts(1)
+    assert refused.value.retry_after >= 1.0
+    with bench.journal.reserve(1, "me") as mine:
+        mine.hold_prompts(1000)  # the first of a key is never too large
+        with pytest.raises(QueueFull), bench.journal.reserve(1, "me") as another:
+            another.hold_prompts(1)
+    with bench.journal.reserve(1, "me") as mine:
+        mine.hold_prompts(30)
+        with bench.journal.reserve(1, "me") as another:
+            another.hold_prompts(20)  # half of it is an equal share
+    bench.journal.release(greedy[0])
+    bench.journal.release(greedy[0])
+    greedy[2].hold_prompts(60)
 
 
 def test_a_crash_is_counted_for_the_first_of_every_owner():

@@ -201,6 +201,38 @@ def test_results_and_texts_keep_their_order():
     ]
 
 
+SERVER_TOOL = {"type": "server_tool_use", "id": "s1", "name": "tool_search_tool_regex", "input": {"file": "a"}}
+FOUND = {"type": "tool_search_tool_search_result", "tool_references": [{"type": "tool_reference", "tool_name": "a"}]}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"type": "tool_search_tool_result", "tool_use_id": "s1", "content": FOUND},
+        {"type": "web_search_tool_result", "tool_use_id": "s1", "content": [{"type": "web_search_result", "url": "u"}]},
+        {"type": "web_fetch_tool_result", "tool_use_id": "s1", "content": {"content": {"file": "x"}}},
+        {"type": "mcp_tool_result", "tool_use_id": "s1", "is_error": False, "content": [text("a")]},
+    ],
+)
+def test_records_of_tools_that_anthropic_ran_are_left_out(record):
+    """Claude Code's search for tools is one. The model cannot use them, and what came of them is in the texts."""
+    answer = {"role": "assistant", "content": [SERVER_TOOL, record, text("I found a."), CALL]}
+    assert messages(USER, answer, result("rain"))[1] == {
+        "role": "assistant",
+        "content": "I found a.",
+        "tool_calls": [CALLED],
+    }
+    with pytest.raises(InvalidRequest) as caught:
+        messages({"role": "user", "content": [record]})
+    assert caught.value.param == "messages[0].content[0].type"
+
+
+def test_a_tool_that_was_found_is_named_in_the_result():
+    found = [{"type": "tool_reference", "tool_name": name} for name in ("WebFetch", "mcp__db__query")]
+    history = messages(USER, {"role": "assistant", "content": [CALL]}, result([*found, text("2 of 9")]))
+    assert history[-1]["content"] == "WebFetch\nmcp__db__query\n2 of 9"
+
+
 def test_an_empty_answer_of_ours_comes_back():
     assert messages(USER, {"role": "assistant", "content": []}, USER)[1] == {"role": "assistant", "content": ""}
 
@@ -294,6 +326,8 @@ def block(**fields: Any) -> dict[str, Any]:
         ),
         ({"messages": [{**ANSWER, "content": result("x")["content"]}, USER]}, "messages[0].content[0].type"),
         ({"system": [IMAGE]}, "system[0].type"),
+        ({"system": [{"type": "tool_reference", "tool_name": "a"}]}, "system[0].type"),
+        ({"messages": [result([{"type": "tool_reference"}])]}, "messages[0].content[0].content[0].type"),
         ({"system": 1}, "system"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 2}, "top_p"),

@@ -220,10 +220,27 @@ def test_a_raw_prompt():
     ("sent", "place"), [({"messages": []}, {"message": {"role": "assistant", "content": ""}}), ({}, {"response": ""})]
 )
 def test_without_a_prompt_the_answer_is_that_the_model_is_loaded(sent, place):
-    found = asked(**sent, keep_alive=0, model="second")
+    found = asked(**sent, model="second")
     assert isinstance(found, StaticAnswer)
     head = {"model": "second", "created_at": "1970-01-01T00:01:00Z", "done": True, "done_reason": "load"}
     assert found.answer(60) == {**head, **place}
+
+
+@pytest.mark.parametrize("sent", [{"messages": []}, {}])
+@pytest.mark.parametrize(
+    ("keep_alive", "reason"),
+    [
+        *((zero, "unload") for zero in (0, 0.0, -0.0, "0", "0s", "0m0.0s")),
+        *((other, "load") for other in (None, -1, 300, 0.5, "5m", "10m", "-1", "", False, [0])),
+    ],
+)
+def test_without_a_prompt_keep_alive_0_is_answered_unload(sent, keep_alive, reason):
+    found = asked(**sent, keep_alive=keep_alive)
+    assert isinstance(found, StaticAnswer) and found.answer(60)["done_reason"] == reason
+
+
+def test_keep_alive_0_beside_a_prompt_changes_nothing():
+    assert parse(keep_alive=0) == parse()
 
 
 # Errors ----------------------------------------------------------------------------------------------------------
@@ -312,7 +329,7 @@ def test_wrong_fields_of_a_prompt(sent, field):
 
 
 def test_what_a_model_cannot():
-    with pytest.raises(InvalidRequest, match="tools is not supported") as caught:
+    with pytest.raises(InvalidRequest, match="cannot call tools: the format") as caught:
         asked(PLAIN, messages=[USER], tools=[TOOL])
     assert caught.value.param == "tools"
     with pytest.raises(InvalidRequest, match="--reasoning-parser") as caught:

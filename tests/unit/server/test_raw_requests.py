@@ -103,6 +103,15 @@ def test_a_body_in_chunks_is_read_after_the_client_was_told_to_send_it(running):
     assert answers(running, head, chunks + b"0\r\n\r\n") == [b"HTTP/1.1 100 Continue", b"HTTP/1.1 200 OK"]
 
 
+def test_a_stream_of_http_1_0_ends_with_its_connection(running):
+    """It has neither a length nor chunks; a client that asked to keep the connection waited for its end for 75 s."""
+    body = json.dumps({"prompt": "hello", "stream": True}).encode()
+    head = POST.replace(b"/v1/none", b"/v1/completions").replace(b"1.1", b"1.0") + b"Content-Type: application/json\r\n"
+    asked = head + b"Connection: keep-alive\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    (answer,) = texts(running, asked + LAST)
+    assert answer.startswith(b"HTTP/1.0 200 ") and answer.endswith(b"data: [DONE]\n\n")
+
+
 def test_a_body_that_nobody_reads_leaves_the_connection_open(running):
     refused = POST + b"Content-Length: 5\r\n\r\n12345"
     assert [line.split(b" ")[1] for line in answers(running, 3 * refused + LAST)] == [b"404", b"404", b"404", b"200"]

@@ -15,6 +15,7 @@ from support.responses_events import check_stream, text_of
 from support.scripted_model import ScriptedEngine
 from support.serving import CONFIG, fake_engine, serving
 
+from phalanx.http.vector_requests import VECTOR_PATHS
 from phalanx.types import Cancel
 
 URL = "/v1/responses"
@@ -254,9 +255,10 @@ def test_errors_before_the_first_byte(tokenizer):
             await refusal(401, "API key", "invalid_api_key", headers={})
             await refusal(404, "'x'", "model_not_found", json={**ASK, "model": "x"})
             stored = {**ASK, "previous_response_id": "resp_1"}
-            await refusal(400, "send the whole conversation", "unsupported_value", json=stored)
+            await refusal(400, "set store: false in the client", "unsupported_value", json=stored)
             long = {**ASK, "input": "hello " * 100_000, "stream": True}
             await refusal(400, "context", "context_length_exceeded", json=long)
+            await refusal(400, "context", "context_length_exceeded", json={**long, "truncation": "auto"})
             assert (await client.post(URL, headers=key, json=long)).json()["error"]["param"] == "input"
             much = await client.post(URL, headers=key, json={**ASK, "max_output_tokens": 1 << 20})
             assert (much.status_code, much.json()["error"]["param"]) == (400, "max_output_tokens")
@@ -272,16 +274,20 @@ def test_errors_before_the_first_byte(tokenizer):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/pooling", "/classify"]
-)
+@pytest.mark.parametrize("path", VECTOR_PATHS)
 def test_a_model_that_writes_text_makes_no_vectors(tokenizer, path):
+    """Whatever the model is called: clients name one for embeddings."""
+
     async def main():
         async with asyncio.timeout(60), serving(tokenizer, fake_engine(tokenizer)) as client:
-            answer = await client.post(path, json={"model": "tiny", "input": ["hello"]})
-            error = answer.json()["error"]
-            assert answer.status_code == 400 and "tiny, writes text" in error["message"]
-            assert (error["type"], error["param"]) == ("invalid_request_error", "model")
+            for model in ("tiny", "text-embedding-3-small"):
+                answer = await client.post(path, json={"model": model, "input": ["hello"]})
+                error = answer.json()["error"]
+                said = error if path.startswith("/api/") else error["message"]
+                assert answer.status_code == 400 and "tiny, writes text" in said
+                assert "to come in a later version" in said and "give the client another server" in said
+                if not path.startswith("/api/"):
+                    assert (error["type"], error["param"]) == ("invalid_request_error", "model")
 
     asyncio.run(main())
 

@@ -289,6 +289,9 @@ INERT = {
     "client_metadata": {"x-codex-installation-id": "1", "nested": {"a": [1]}},
     "access_programs": {"cyber": "standard"},
     "include": ["web_search_call.action.sources"],
+    "prediction": {"type": "content", "content": "x"},
+    "safe_prompt": False,
+    "usage": {"include": True},
     **{field: neutral for field, (neutral, _) in NEUTRAL.items() if neutral is not None},
 }
 
@@ -298,10 +301,18 @@ def test_fields_that_do_not_change_the_answer(field):
     assert parse(**{field: INERT[field]}).request == parse().request
 
 
+@pytest.mark.parametrize("truncation", ["auto", "disabled"])
+def test_truncation_changes_nothing_where_the_prompt_fits(truncation):
+    assert parse(truncation=truncation).request == parse().request
+    assert response(truncation=truncation)["truncation"] == truncation
+    assert response()["truncation"] == "disabled"
+
+
 def test_every_field_is_read():
     """No field is declared and forgotten."""
     read = {"input", "instructions", "stream_options", "max_output_tokens", "tools", "tool_choice", "text", "reasoning"}
     read |= {"parallel_tool_calls", "top_logprobs", "chat_template_kwargs", *SHARED, *ECHOED, *NEUTRAL, *INERT}
+    read |= {"thinking", "enable_thinking", "thinking_budget", "truncation"}
     assert read == {field.name for field in fields_of(ResponsesBody)}
 
 
@@ -325,7 +336,7 @@ REFUSED = [
     ({"conversation": {"id": "conv_1"}}, "conversation"),
     ({"prompt": {"id": "pmpt_1"}}, "prompt"),
     ({"background": True}, "background"),
-    ({"truncation": "auto"}, "truncation"),
+    ({"truncation": "last"}, "truncation"),
     ({"context_management": [{"type": "compaction", "compact_threshold": 1000}]}, "context_management"),
     ({"moderation": {"mode": "block"}}, "moderation"),
     ({"frobnicate": 1}, "frobnicate"),
@@ -397,6 +408,12 @@ def test_refused_by_name(fields, param):
 def test_a_reference_to_an_item_is_refused_with_the_setting_that_avoids_it():
     with pytest.raises(InvalidRequest, match="set store: false in the client, so that it sends the items themselves"):
         parse(**item(type="item_reference", id="msg_1"))
+
+
+def test_a_reference_to_a_response_is_refused_with_the_setting_that_avoids_it():
+    """As Microsoft's agent framework sends it with the result of a call, and nothing else."""
+    with pytest.raises(InvalidRequest, match="set store: false in the client, so that it sends the whole conversation"):
+        parse(input=[output(1)], previous_response_id="resp_1", tools=[FUNCTION])
 
 
 def test_a_model_that_is_not_served():

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+import os
+import pty
 import socket
+import struct
+import sys
+import termios
 import threading
 from contextlib import ExitStack
 
@@ -79,7 +85,7 @@ def test_the_ready_line_is_the_last(tokenizer, capfd, caplog):
         pass
     ready = f"phalanx is ready: {running.base_url} (model tiny)\n"
     assert capfd.readouterr().out == ready
-    assert "tool calls: not recognised, reasoning: none" in caplog.text
+    assert "tool calls: none, reasoning: none" in caplog.text
 
 
 def test_a_second_port_serves_the_same_within_the_same_limits(tokenizer, capfd):
@@ -134,7 +140,7 @@ def test_draining_lets_running_requests_end_and_takes_no_new_ones(tokenizer, cap
         running.server.drain()
         while (refused := client.post("/v1/chat/completions", json=CHAT)).status_code != 503:
             pytest.fail(refused.text)
-        assert "shutting down" in refused.json()["error"]["message"]
+        assert "shutting down" in refused.json()["error"]["message"] and refused.headers["connection"] == "close"
         assert "draining 1 requests" in caplog.text and "a second Ctrl-C or SIGTERM ends them at once" in caplog.text
         for _ in range(4):
             running.call(engine.step)
@@ -194,6 +200,19 @@ def test_an_engine_that_cannot_start_ends_the_server(tokenizer, capfd, caplog):
             serve(CONFIG, Broken(error), lambda: tokenizer)
     assert "mamba" not in caplog.text, "the command reports it"
     assert "a bug" in caplog.text
+
+
+def test_why_an_engine_could_not_start_cuts_no_word_on_a_terminal(tokenizer, monkeypatch):
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        assert serve(CONFIG, Broken(None, "too big for the memory of this machine, " * 3), lambda: tokenizer)
+        shown = os.read(ours, 1 << 16).decode().replace("\r", "")
+    os.close(ours)
+    first, second, third = shown.strip().splitlines()
+    assert first == "phalanx could not start: too big for the memory of this"
+    assert second == "  machine, too big for the memory of this machine, too big" and third.startswith("  for the")
 
 
 class Doomed(FakeEngine):

@@ -13,6 +13,7 @@ from support.serving import CONFIG
 
 from phalanx.errors import ConfigError, ExitCode, ModelUnsupported
 from phalanx.http.listening import bind
+from phalanx.server.prompts.grammar_checks import GrammarChecks
 from phalanx.server.start import ending_signals, serve
 from phalanx.supervision.fake_engine import FakeEngine
 from phalanx.text.tokenizer import Tokenizer
@@ -60,6 +61,14 @@ def test_the_engine_loads_while_the_tokenizer_does(tokenizer: Tokenizer, number:
 
     assert serve(CONFIG, Recording(said, number), load) == ExitCode.OK
     assert said == ["launched", "tokenizer", "started", "closed"]
+
+
+def test_grammars_are_prepared_while_the_engine_loads(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(GrammarChecks, "prepare", lambda self: said.append("prepared"))
+    assert serve(CONFIG, Recording(said), lambda: tokenizer) == ExitCode.OK
+    assert sorted(said) == ["closed", "launched", "prepared", "started"]
+    assert said[0] == "launched" and said[-1] == "closed"
 
 
 def test_a_bad_tokenizer_ends_the_engine(tokenizer: Tokenizer) -> None:

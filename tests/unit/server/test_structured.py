@@ -51,6 +51,9 @@ def json_schema(schema, **more):
         {"response_format": json_schema(PERSON)},
         {"response_format": json_schema(PERSON, strict=True, description="a person")},
         {"response_format": json_schema(PERSON, strict=False)},
+        {"response_format": {"type": "json_object", "schema": PERSON}},
+        {"response_format": {"type": "json_object", "value": PERSON, "schema": None}},
+        {"response_format": {"type": "json", "value": PERSON}},
         {"response_format": {"type": "text"}, "guided_json": PERSON},
         {"guided_json": json.dumps(PERSON)},
         {"structured_outputs": {"json": PERSON}},
@@ -63,7 +66,12 @@ def test_a_json_schema_by_any_name(fields):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"response_format": {"type": "json_object"}}, {"structured_outputs": {"json_object": True}}]
+    "fields",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_object", "schema": {}}},
+        {"structured_outputs": {"json_object": True}},
+    ],
 )
 def test_any_json_object(fields):
     grammar = answer(**fields).grammar
@@ -149,7 +157,11 @@ REFUSED = [
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"response_format": {**json_schema({}), "type": "json_object"}}, "response_format.json_schema"),
     ({"response_format": {**json_schema({}), "type": "text"}}, "response_format.json_schema"),
-    ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+    ({"response_format": {"type": "json_object", "schema": []}}, "response_format.schema"),
+    ({"response_format": {"type": "json_object", "schema": {}, "value": {}}}, "response_format.value"),
+    ({"response_format": {"type": "json_object", "value": {"a": "x" * SCHEMA_BYTES}}}, "response_format.value"),
+    ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
+    ({"response_format": {**json_schema({}), "schema": {}}}, "response_format.schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "response_format.json_schema.name"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format.json_schema.schema"),
     ({"response_format": json_schema([])}, "response_format.json_schema.schema"),

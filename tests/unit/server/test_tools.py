@@ -256,11 +256,10 @@ REFUSED = [
     (tool(name=""), "tools[0].function.name"),
     (tool(parameters={"type": "string"}), "tools[0].function.parameters"),
     (tool(parameters=[]), "tools[0].function.parameters"),
-    (tool(returns={}), "tools[0].function.returns"),
     (tool(description="x" * (1 << 20)), "tools"),
     ({"tools": [*TOOLS, TOOLS[1]]}, "tools"),
     ({"tools": TOOLS * 300}, "tools"),
-    ({"tool_choice": "any"}, "tool_choice"),
+    ({"tool_choice": "all"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "wind"}}}, "tool_choice"),
     ({"tool_choice": {"type": "function"}}, "tool_choice"),
     ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
@@ -276,7 +275,7 @@ REFUSED = [
     (called('{"a":' * 2000 + "1" + "}" * 2000), "messages[1].tool_calls[0].function.arguments"),
     (called(7), "messages[1].tool_calls[0].function.arguments"),
     (called("{}", type="custom"), "messages[1].tool_calls[0].type"),
-    (called("{}", weight=1), "messages[1].tool_calls[0].weight"),
+    (called("{}", images=["x"]), "messages[1].tool_calls[0].images"),
     ({"messages": [{**called("{}")["messages"][1], "role": "user", "content": "x"}]}, "messages[0].tool_calls"),
     ({"messages": [ASK, {"role": "tool", "content": "x"}]}, "messages[1].tool_call_id"),
     ({"messages": [ASK, {"role": "tool", "tool_call_id": "1"}]}, "messages[1].content"),
@@ -294,6 +293,7 @@ def test_refused_by_name(hermes):
     run(hermes, scenario)
 
 
+CALLED = called("{}")["messages"][1]["tool_calls"][0]
 ACCEPTED = {
     "no arguments": called(""),
     "arguments as they are": called({"a": [1, {"b": None}]}),
@@ -307,11 +307,13 @@ ACCEPTED = {
     },
     "two results": {
         "messages": [
-            *called("{}")["messages"],
+            ASK,
+            {"role": "assistant", "tool_calls": [{**CALLED, "id": id} for id in ("1", "2")]},
             *({"role": "tool", "tool_call_id": id, "content": "fine", "name": "now"} for id in ("1", "2")),
         ]
     },
     "an index, as it was streamed": called("{}", index=0),
+    "further fields of a tool": tool(returns={}, copilot_cache_control={"type": "ephemeral"}),
     "end marks in texts": called(json.dumps({"a": "<|im_end|></tool_call>"})),
     "no content": {"messages": [ASK, {"role": "assistant", "tool_calls": called("{}")["messages"][1]["tool_calls"]}]},
     "no choice": {"tools": [], "tool_choice": "auto"},

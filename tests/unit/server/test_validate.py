@@ -67,7 +67,7 @@ REFUSED = [
     ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "function", "content": "x", "name": "f"}]}, "messages[0].role"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
-    ({"messages": [{"role": "user", "content": "x", "weight": 1}]}, "messages[0].weight"),
+    ({"messages": [{"role": "user", "content": "x", "file": {"file_id": "1"}}]}, "messages[0].file"),
     ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].id"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tool_choice": "required"}, "tool_choice"),
@@ -78,7 +78,7 @@ REFUSED = [
     ({"n": 0}, "n"),
     ({"n": 17}, "n"),
     ({"max_tokens": 0}, "max_tokens"),
-    ({"max_completion_tokens": -1}, "max_completion_tokens"),
+    ({"max_completion_tokens": -2}, "max_completion_tokens"),
     ({"max_tokens": 4, "max_completion_tokens": 5}, "max_tokens"),
     ({"max_tokens": 10**30}, "max_tokens"),
     ({"temperature": -0.1}, "temperature"),
@@ -329,7 +329,9 @@ AT_THE_CAP = {
 """Fields that cost the engine or the server something with every token: the most that is accepted, and more."""
 
 FREE = {
-    *("model prompt echo best_of suffix stream stream_options seed timeout timing speculation user metadata").split(),
+    *(
+        "model prompt echo best_of suffix stream stream_options usage seed timeout timing speculation user metadata"
+    ).split(),
     *("store service_tier safety_identifier prompt_cache_key ignore_eos skip_special_tokens").split(),
     *("include_stop_str_in_output prompt_cache_retention cache_salt").split(),
     *("response_format structured_outputs guided_json guided_regex guided_choice guided_grammar").split(),

@@ -42,7 +42,7 @@ class Grant(Struct, eq=False):
 
 
 Decision = tuple[DispatchRequest, Grant | PhalanxError]
-_Kind = tuple[str | None, str | None, frozenset[str], frozenset[str]]
+_Kind = tuple[object, ...]
 """Of requests that the same replicas may get: model, numerics, and the replicas that have failed or refused them."""
 
 
@@ -183,8 +183,9 @@ class Dispatcher:
 
     def _take(self, now: float) -> tuple[DispatchRequest, list[Replica]] | None:
         """The waiting request whose turn it is, of those that can go, and where to. It waits no more."""
+        if not (free := self._free(now)):
+            return None  # so that a thousand waiting requests cost nothing while all replicas are busy
         ready: dict[_Kind, list[Replica]] = {}
-        free = self._free(now)
 
         def can_go(request: DispatchRequest) -> bool:
             kind = _kind_of(request)
@@ -223,7 +224,8 @@ class Dispatcher:
 
     def _full_error(self, now: float) -> QueueFull:
         return QueueFull(
-            f"All replicas are busy, and {len(self.queue)} of {self.queue.capacity} places to wait are taken.",
+            f"All replicas are busy, and {len(self.queue)} of {self.queue.capacity} places to wait are taken "
+            "(--queue-size).",
             retry_after=self._rate.seconds_until(len(self.queue) + 1, now),
         )
 
@@ -231,12 +233,14 @@ class Dispatcher:
         if request.is_begun and not self.has_untried(request, now):
             return self._none_error(request, now)
         return QueueFull(
-            "No replica became free in the time that a request may wait.",
+            "No replica became free in the time that a request may wait (--queue-timeout-secs).",
             retry_after=self._rate.seconds_until(len(self.queue) + 1, now),
         )
 
 
 def _kind_of(request: DispatchRequest) -> _Kind:
+    if not (request.tried or request.refused):  # as nearly all of the thousand that may wait
+        return request.model, request.numerics
     return request.model, request.numerics, frozenset(request.tried), frozenset(request.refused)
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from phalanx.gateway.dispatch.breaker import Breaker, BreakerRules
 from phalanx.gateway.dispatch.replica_health import HealthRules, ReplicaHealth
 from phalanx.gateway.settings.replicas_file import ReplicaSpec
+from phalanx.http.model_lists import TAG
 
 VIA = "1.1 phalanx"
 """The header Via of a gateway's requests: a server on its machine must not take them for a program's of the user."""
-TAG = ":latest"
-"""What Ollama's clients may add to a model's name, and leave out."""
 ALONE = 1
 """Requests at once of a server that does not say how many it takes, as with LM Studio or llama.cpp's server."""
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from phalanx.errors import ConfigError
-from phalanx.gateway.dispatch.replica import TAG, Replica
+from phalanx.gateway.dispatch.replica import Replica
 from phalanx.http.foreign_json import decoder
+from phalanx.http.model_lists import TAG, name_meant
 
 
 class _List(Struct):
@@ -38,6 +39,15 @@ def names_in(cards: Iterable[Mapping[str, Any]]) -> frozenset[str]:
     """The names under which a replica serves: an Ollama's `llama3:latest` is `llama3` as well."""
     names = {str(card["id"]) for card in cards}
     return frozenset(names | {name.removesuffix(TAG) for name in names})
+
+
+def model_meant(asked: str, replicas: Collection[Replica], aliases: Mapping[str, str]) -> str:
+    """The model that a client means by a name, as its replicas call it; the name itself where none is known by it."""
+    served = sorted({name for replica in replicas for name in replica.models or ()})
+    found = name_meant(asked, (*aliases, *served))
+    if found is None or (found != asked and any(one.models is None and one.health.state == "up" for one in replicas)):
+        return asked  # a replica that does not say what it serves may know it by this very name
+    return aliases.get(found, found)
 
 
 def merged(replicas: Iterable[Replica], aliases: Mapping[str, str]) -> list[dict[str, Any]]:

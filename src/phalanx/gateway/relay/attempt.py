@@ -63,11 +63,11 @@ def request_headers(
         owner: of the client's key; "": the gateway asks for none, so that all clients are one.
         key: the replica's own; None if it has none.
         admin_key: the replica's; None if it is told no owner.
-        pass_keys: without `key`, the client's own key is for the replica.
+        pass_keys: the client's own key is for the replica, which then has none.
     """
     pairs = list(given)
     named = {part.strip().lower() for name, value in pairs if name.lower() == "connection" for part in value.split(",")}
-    left_out = NOT_SENT | named | (frozenset() if pass_keys and key is None else CLIENTS_KEYS)
+    left_out = NOT_SENT | named | (frozenset() if pass_keys else CLIENTS_KEYS)
     headers = CIMultiDict((name, value) for name, value in pairs if name.lower() not in left_out)
     headers["Accept-Encoding"] = "identity"  # streams are read as they pass
     headers["X-Request-Id"] = request_id
@@ -111,6 +111,15 @@ class Attempt:
         if self._cut is None and not self._scope.expired():
             self._cut = error
             self._scope.reschedule(0.0)
+
+    @property
+    def is_broken(self) -> bool:
+        """The connection is closed before the body's end, since its framing is wrong: aiohttp tells no reader of it."""
+        response = self._response
+        if response is None or response.connection is None or response.connection.protocol is None:
+            return False
+        is_told = response.content.is_eof() or response.content.exception() is not None
+        return not is_told and not response.connection.protocol.connected
 
     async def __aenter__(self) -> Attempt:
         await self._scope.__aenter__()

@@ -34,7 +34,7 @@ LARGEST_PIECE = 2 * LARGEST_EVENT  # bytes of the events that wait for one recor
 
 
 class Head(AnswerCounts):
-    """What of an event's JSON decides. Values of foreign types are no error here: they are the client's matter."""
+    """Fields the gateway acts on; other values pass unchecked."""
 
     type: Raw = Raw()
     error: Raw = Raw()

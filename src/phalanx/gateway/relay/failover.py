@@ -37,7 +37,8 @@ SUCCEEDED = range(200, 300)
 FORBIDDEN = 403
 NOT_FOUND = 404
 FAILED = 500  # from here on an answer may be the replica's fault
-LEAST_S = 0.01  # of a request's time, told to a replica
+LONGEST_GAP_S = 60.0  # that a begun stream waits for a replica: a server's ranks have started again in most of it
+MIN_S = 0.01  # of a request's time, told to a replica
 REASON_BYTES = 300  # of an answer that refuses a stream, told to the client
 
 Result = BufferedResponse | PhalanxError
@@ -97,7 +98,7 @@ class Failover(Struct, eq=False, kw_only=True):
         if self.stream is None:
             return None
         assert self.stream.transcript is not None, "a stream without records goes nowhere else"
-        left = max(LEAST_S, self.deadline - now)
+        left = max(MIN_S, self.deadline - now)
         return self.stream.transcript.resume(next_number=self.stream.next_number, timeout_s=left, moves=self.moves)
 
     def place_refused(self, error: PhalanxError, now: float) -> None:
@@ -313,7 +314,7 @@ class Failover(Struct, eq=False, kw_only=True):
             self._close_gap("failed")
             self.gap_since, self.gap_of = since, name
             self.moves += 1
-            self.request.give_up_at = now + self.config.queue_timeout_secs
+            self.request.give_up_at = now + min(self.config.queue_timeout_secs, LONGEST_GAP_S)
             self._note_begun(traffic)
 
     def _note_begun(self, traffic: Traffic) -> None:

@@ -78,9 +78,12 @@ class GatewayMetrics:
         """The first text, reasoning or call of an answer was handed to the network."""
         self._first_byte.observe(seconds)
 
-    def answered(self, code: int, seconds: float, queued_s: float) -> None:
-        """A proxied request is over."""
+    def answered(self, code: int) -> None:
+        """A client has its answer, or has left before it."""
         self._requests.labels(str(code)).inc()
+
+    def finished(self, seconds: float, queued_s: float) -> None:
+        """A replica's answer was passed on to its end."""
         self._whole.observe(seconds)
         self._queue.observe(queued_s)
 

@@ -11,15 +11,15 @@ import random
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from aiohttp import web
 from msgspec import Struct
 from multidict import CIMultiDict
 
-from phalanx.errors import PhalanxError, ReplicaFailed
+from phalanx.errors import MalformedAnswer, PhalanxError, ReplicaFailed
 from phalanx.gateway.dispatch.affinity import affinity_of
 from phalanx.gateway.dispatch.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.dispatch.dispatch_request import DispatchRequest
 from phalanx.gateway.dispatch.replica import Replica
+from phalanx.gateway.dispatch.replica_models import model_meant
 from phalanx.gateway.dispatch.retries import RetryBudgets
 from phalanx.gateway.relay.api_kinds import OPAQUE
 from phalanx.gateway.relay.attempt import Attempt, request_headers
@@ -31,6 +31,8 @@ from phalanx.gateway.relay.relay import FIRST_ERROR, Relay
 from phalanx.gateway.relay.replica_sessions import ReplicaSessions
 from phalanx.gateway.relay.traffic import BufferedResponse, Traffic
 from phalanx.gateway.settings.gateway_settings import GatewayConfig
+from phalanx.http.content_encoding import read_body
+from phalanx.http.http_exchange import Answer, Reply
 from phalanx.http.media_types import is_json
 from phalanx.http.shares import Shares
 from phalanx.http.stream_records import MIGRATION, RESUME, resume_body
@@ -88,6 +90,7 @@ class Proxy:
         self._memory = Shares(BODIES * config.max_body_bytes)
         self._calls: set[_Call] = set()
         self._closed: PhalanxError | None = None
+        self._closing = asyncio.Event()
 
     async def forward(
         self,
@@ -96,7 +99,7 @@ class Proxy:
         *,
         pass_keys: bool,
         reserve: Callable[[int, int], None],
-    ) -> web.StreamResponse:
+    ) -> Reply:
         """Answer a request through a replica.
 
         Args:
@@ -108,7 +111,8 @@ class Proxy:
             PhalanxError: there is no answer, and its first byte is not sent.
         """
         with body_lease(self._memory, exchange.share) as memory:
-            body = await exchange.read_body(self._config.max_body_bytes, memory)
+            body = await read_body(exchange.http, self._config.max_body_bytes, memory)
+            exchange.n_read = len(body)
             call = self._call(exchange, body, aliases, pass_keys)
             failover = call.failover
             reserve(call.n_tokens, failover.request.rows)
@@ -118,18 +122,19 @@ class Proxy:
             try:
                 while failover.state != "done":
                     await self._step(call)
-                response = await self._end(call)
+                reply = await self._end(call)
             finally:
                 self._calls.discard(call)
                 if failover.state != "done":  # the client left
                     failover.client_gone(self._clock())
                     self._dispatcher.settle()
-        self._metrics.answered(response.status, self._clock() - exchange.arrived, call.queued_s)
-        return response
+        self._metrics.finished(self._clock() - exchange.arrived, call.queued_s)
+        return reply
 
     def close(self, error: PhalanxError) -> None:
         """End every request with this error, and begin no further attempt."""
         self._closed = error
+        self._closing.set()
         self._dispatcher.fail_all(error)
         for call in list(self._calls):
             call.failover.gateway_end = error
@@ -157,6 +162,8 @@ class Proxy:
                     self._check_now(traffic.grant.replica)
                 if (error := failover.tick(now)) is not None:
                     call.cut(error)
+                if call.attempt is not None and call.attempt.is_broken:
+                    call.cut(MalformedAnswer(f"The replica {call.attempt.name} goes on with what is not HTTP."))
                 if failover.gap_since is None:
                     call.kept_at = now
                 elif now - call.kept_at > KEEP_ALIVE_S:
@@ -170,9 +177,11 @@ class Proxy:
         headers, url = exchange.request.headers, exchange.request.rel_url
         seen = peek(body) if body and is_json(headers) else Peek()
         model = seen.model
-        if model is not None and model in aliases:
-            model = aliases[model]
-            body = with_model(body, seen, model)
+        if model is not None:
+            meant = model_meant(model, self._dispatcher.core.replicas.values(), aliases)
+            if meant != model:
+                model = meant
+                body = with_model(body, seen, model)
         budget = self._budgets.of(exchange.share)
         budget.note_request()
         affinity = affinity_of(exchange.owner, headers, seen.prompt_cache_key, model, seen.prompt_parts)
@@ -198,7 +207,9 @@ class Proxy:
             await self._attempt(call)
             self._dispatcher.settle()
         elif failover.state == "backing off":
-            await asyncio.sleep(failover.pause_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(failover.pause_s):
+                    await self._closing.wait()  # which cuts the pause
             failover.pause_over(clock())
         else:
             asked_at = clock()
@@ -267,7 +278,7 @@ class Proxy:
         headers[RESUME] = str(size)
         return headers, body
 
-    async def _end(self, call: _Call) -> web.StreamResponse:
+    async def _end(self, call: _Call) -> Reply:
         """The answer, to which nothing is added any more.
 
         Raises:
@@ -280,16 +291,14 @@ class Proxy:
                 self._note_first_text(exchange)
                 known = tokens_of(usage_in(result.body))  # prompt included
                 exchange.n_tokens = prompt_tokens(exchange.n_read) if known is None else known
-            return exchange.whole(result.status, result.body, result.headers)
-        if exchange.response is None:
-            assert result is not None
-            raise result
+            return Answer(result.body, result.status, "", result.headers)
         if result is None:
-            await exchange.end()
-        else:
-            number = stream.next_number if stream is not None else 0
-            await exchange.end_with(result, is_stream=stream is not None, number=number)
-        return exchange.response
+            return await exchange.http.end()
+        if exchange.http.response is None:
+            raise result
+        number = stream.next_number if stream is not None else 0
+        await exchange.end_with(result, is_stream=stream is not None, number=number)
+        return exchange.http.response
 
     def _note_first_byte(self, call: _Call, replica: Replica) -> None:
         now, since = self._clock(), call.failover.gap_since

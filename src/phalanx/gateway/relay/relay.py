@@ -18,6 +18,7 @@ from phalanx.gateway.relay.event_reader import EventReader
 from phalanx.gateway.relay.exchange import ClientExchange
 from phalanx.gateway.relay.traffic import BufferedResponse
 from phalanx.http.error_responses import SHOULD_RETRY
+from phalanx.http.stream_records import LINES
 
 WHOLE_BYTES = 8 << 20  # of an answer that is no stream: up to here it is held, and asked for again where it breaks off
 FED_BYTES = 4 << 10
@@ -26,7 +27,7 @@ FIRST_ERROR = 400  # of statuses
 KEY_REMEDY = "It needs one of its own: --worker-key, or `key` where the replica is named."
 HELD_S = 1.0  # that a piece waits for its client; a replica's connection stands still meanwhile
 LINGER_S = 1.0  # for the end of a stream whose last event has come
-STREAMS = {"text/event-stream": False, "application/x-ndjson": True}
+STREAMS = {"text/event-stream": False, LINES: True}
 """Media types of streams; whether they are lines of JSON."""
 
 
@@ -161,8 +162,8 @@ class Relay:
         is_first, began = traffic.passed_at is None, clock()
         traffic.is_relaying, traffic.passed_at = True, began
         if not exchange.has_begun:
-            await exchange.begin(response.status, self._headers(response))
-        await exchange.write(data)
+            await exchange.http.begin(response.status, self._headers(response))
+        await exchange.http.write(data)
         traffic.was_held |= clock() - began > HELD_S
         if is_first:
             self._on_first_byte()

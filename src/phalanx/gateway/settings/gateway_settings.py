@@ -52,14 +52,14 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     """/metrics needs no key, where the rest does; at either port."""
     max_body_mb: Annotated[float, Meta(ge=0.001, le=1024), Flag("Limits")] = 8.0
     """Largest request, MiB."""
-    max_connections: Annotated[Count | None, Flag("Limits", default="1,024")] = None
+    max_connections: Annotated[Count | None, Flag("Limits", default="twice --queue-size, 1,024 at least")] = None
     """Connections of clients, at most."""
     max_connections_per_address: Annotated[Count | None, Flag("Limits", default="half of all")] = None
     """Of them, from one IPv4 address or IPv6 /64 network (a proxy is one)."""
-    queue_size: Annotated[int, Meta(ge=0), Flag("Limits")] = 32
+    queue_size: Annotated[int, Meta(ge=0), Flag("Limits")] = 1024  # benchmarks send 512 at once
     """Requests that may wait for a replica; one more is a 429."""
-    queue_timeout_secs: Annotated[Seconds, Flag("Limits")] = 60.0
-    """Longest wait for a replica, seconds; then a 429."""
+    queue_timeout_secs: Annotated[Seconds, Flag("Limits")] = 600.0  # OpenAI's clients wait as long
+    """Longest wait for a replica, seconds; then a 429. A stream that has lost its replica waits for 60 at most."""
     request_timeout_secs: Annotated[Seconds, Flag("Limits")] = 1800.0
     """Longest time from a request's arrival to the end of its answer, seconds."""
     stream_timeout_secs: Annotated[Seconds, Flag("Limits")] = 60.0
@@ -68,7 +68,7 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     """Seconds for running requests after SIGTERM."""
 
     worker_urls: Annotated[tuple[str, ...], Flag("Replicas")] = ()
-    """Base URL of a replica, with or without /v1; may be repeated, or several with commas."""
+    """Base URL of a replica, with or without /v1; may be repeated, or several with commas or blanks."""
     replicas: Annotated[str | None, Flag("Replicas", is_file=True)] = None
     """TOML file of replicas instead; read again when it changes."""
     worker_key: Annotated[

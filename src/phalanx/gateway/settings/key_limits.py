@@ -75,13 +75,16 @@ class KeyMeter:
         """
         limits = self._limits.get(owner) or KeyLimits()
         if limits.max_in_flight is not None and self._in_flight[owner] >= limits.max_in_flight:
-            raise RateLimited(f"This key may have {limits.max_in_flight} requests at once.", retry_after=1.0)
+            said = f"This key may have {limits.max_in_flight} requests at once (max_in_flight in --keys)."
+            raise RateLimited(said, retry_after=1.0)
         requests = _bucket(self._requests, owner, limits.requests_per_minute, now)
         if requests is not None and (wait := requests.seconds_until(1, now)) > 0:
-            raise RateLimited(f"This key may send {requests.per_minute} requests a minute.", retry_after=wait)
+            said = f"This key may send {requests.per_minute} requests a minute (requests_per_minute in --keys)."
+            raise RateLimited(said, retry_after=wait)
         tokens = _bucket(self._tokens, owner, limits.tokens_per_minute, now)
         if tokens is not None and (wait := tokens.seconds_until(1, now)) > 0:
-            raise RateLimited(f"This key may use {tokens.per_minute} tokens a minute.", retry_after=wait)
+            said = f"This key may use {tokens.per_minute} tokens a minute (tokens_per_minute in --keys)."
+            raise RateLimited(said, retry_after=wait)
         if requests is not None:
             requests.take(1, now)
         self._in_flight[owner] += 1
@@ -100,7 +103,8 @@ class KeyMeter:
         per_minute = use.tokens.per_minute
         if (wait := use.tokens.seconds_until(min(n_tokens, per_minute), now)) > 0:
             raise RateLimited(
-                f"This key may use {per_minute} tokens a minute; there is no room now for some {n_tokens}.",
+                f"This key may use {per_minute} tokens a minute; there is no room now for some {n_tokens} "
+                "(tokens_per_minute in --keys).",
                 retry_after=wait,
             )
         use.tokens.take(n_tokens, now)
@@ -114,7 +118,8 @@ class KeyMeter:
         more = rows - use.rows
         if most is not None and more and self._in_flight[use.owner] + more > most:
             raise RateLimited(
-                f"This key may have {most} requests at once, as which each answer counts.", retry_after=1.0
+                f"This key may have {most} requests at once (max_in_flight in --keys), as which each answer counts.",
+                retry_after=1.0,
             )
         self._in_flight[use.owner] += more
         use.rows = rows

@@ -113,7 +113,7 @@ def specs_of_urls(given: Sequence[str], *, keys: DefaultKeys = DefaultKeys()) ->
     Raises:
         ConfigError: names the URL and what is wrong with it.
     """
-    urls = [url.strip() for text in given for url in text.split(",") if url.strip()]
+    urls = " ".join(given).replace(",", " ").split()
     specs: dict[str, ReplicaSpec] = {}
     for url in urls:
         spec = make_spec(_name_in(url), url, keys=keys)

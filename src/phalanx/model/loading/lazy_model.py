@@ -25,6 +25,7 @@ from phalanx.errors import ModelError, ModelUnsupported, WeightsError
 from phalanx.mlx_lm_adapter import import_utils
 from phalanx.model.loading.config_forms import translate
 from phalanx.model.loading.plausible import check_sizes
+from phalanx.model.loading.tied_head import difference, without_copied_head
 from phalanx.model.loading.weight_files import PATTERN, describe, some, weight_files
 from phalanx.model.loading.weights import TensorInfo
 from phalanx.text.model_files import read_json
@@ -75,7 +76,7 @@ def build(
     check_sizes(path / "config.json", config, headers)
     if warning := weight_files(path)[1]:
         log.warning("%s", warning)
-    hook = _SanitizeHook(path, {info.file for info in headers.values()})
+    hook = _SanitizeHook(path, config, {info.file for info in headers.values()})
     try:
         model, built = lm.load_model(
             path, lazy=True, strict=True, model_config=translate(config, headers), get_model_classes=hook.classes,
@@ -90,18 +91,22 @@ def build(
         info = headers.get(hook.names.get(id(array), ""))
         if info is not None and array.dtype == DTYPES.get(info.dtype) and tuple(array.shape) == info.shape:
             origins[name] = info
+    if warning := difference(model, config, headers, origins):
+        log.warning("%s: %s", path, warning)
     return LazyModel(model, built, origins)
 
 
 class _SanitizeHook:
-    """Records the names of a checkpoint's arrays before the model's `sanitize` renames them.
+    """Records the names of a checkpoint's arrays before the model's `sanitize` renames them, and drops a copied head.
 
     Args:
         path: the model's directory.
+        config: its config.json.
         files: those with its weights. Where mlx-lm loads others as well, these are loaded here.
     """
 
-    def __init__(self, path: Path, files: Collection[Path]) -> None:
+    def __init__(self, path: Path, config: Mapping[str, Any], files: Collection[Path]) -> None:
+        self._config = config
         self._files = () if len(files) == len(list(path.glob(PATTERN))) else sorted(files)
         self.names: dict[int, str] = {}
         self.original: type[Module] | None = None
@@ -119,7 +124,7 @@ class _SanitizeHook:
             self.names = {id(array): name for name, array in weights.items()}
             inherited = getattr(original, "sanitize", None)
             sanitized: dict[str, mx.array] = weights if inherited is None else inherited(model, weights)
-            return sanitized
+            return without_copied_head(model, sanitized, self._config)
 
         namespace = {"sanitize": sanitize, "__module__": original.__module__}
         return type(original.__name__, (original,), namespace), arguments

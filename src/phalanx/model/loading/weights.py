@@ -162,7 +162,7 @@ def _check_order(file: Path, base: int, tensors: Mapping[str, TensorInfo]) -> No
 
 # -- the model's identity ------------------------------------------------------------------------------------------
 
-SAMPLE = 64  # bytes from each of a tensor's start, middle and end
+SAMPLE = 64  # bytes of a tensor in one place; of a fingerprint, from each one's start, middle and end
 
 
 def fingerprint(path: Path) -> str:

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from phalanx.server.answers.answer_parts import AnswerParts, Written, call_id
 from phalanx.server.answers.choice_decoder import ChoiceDecoder
-from phalanx.server.answers.deltas import ChoiceEnding, Delta, ScoredToken, Usage, join_calls
+from phalanx.server.answers.deltas import ChoiceEnding, Delta, Usage, join_calls
 from phalanx.server.outputs.pieces import OutputParser
 from phalanx.server.requests.parsed import Options
 from phalanx.server.sequences.journal import RequestSlots
@@ -30,7 +30,7 @@ Watch = Callable[[int, Event | None, int], None]
 """Is told of each event that a choice's decoder took in (None: its echoed prompt), and its output tokens until then."""
 
 
-class Reading(Struct, frozen=True, kw_only=True):
+class ParserConfig(Struct, frozen=True, kw_only=True):
     """How the text of a request's choices is taken apart."""
 
     parser: Callable[[], OutputParser | None]  # makes one; None: all text is content
@@ -57,7 +57,7 @@ class Generation:
         echoes: Sequence[str | None],
         *,
         id: str,
-        reading: Reading | None = None,
+        reading: ParserConfig | None = None,
         watch: Watch | None = None,
     ) -> None:
         self._options = options
@@ -84,7 +84,9 @@ class Generation:
 
         Raises:
             EngineUnavailable: the engine went down meanwhile.
+            QueueFull: there is no memory for the prompts.
         """
+        slots.hold_prompts(sum(len(request.prompt) for request in self._requests))
         self._slots = slots
         n_tokens = 0
         for index, request in enumerate(self._requests):
@@ -198,8 +200,7 @@ class Generation:
         return delta
 
     def _parts(self, id: str, index: int) -> AnswerParts | None:
-        parser = None if self._reading is None else self._reading.parser()
-        if self._reading is None or parser is None:
+        if self._reading is None or (parser := self._reading.parser()) is None:
             return None
         return AnswerParts(parser, one_call=self._reading.one_call, id_of=partial(call_id, id, index))
 
@@ -249,12 +250,11 @@ def join(deltas: Sequence[Delta]) -> Delta:
     """Join consecutive deltas of one choice into one. `deltas` is not empty."""
     if len(deltas) == 1:
         return deltas[0]
-    scored: tuple[ScoredToken, ...] = tuple(entry for delta in deltas for entry in delta.scored)
     return Delta(
         index=deltas[0].index,
         text="".join(delta.text for delta in deltas),
         reasoning="".join(delta.reasoning for delta in deltas),
         calls=join_calls([call for delta in deltas for call in delta.calls]),
-        scored=scored,
+        scored=tuple(entry for delta in deltas for entry in delta.scored),
         ending=deltas[-1].ending,
     )

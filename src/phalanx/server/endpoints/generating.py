@@ -21,7 +21,7 @@ from phalanx.http.body_budget import BodyLease
 from phalanx.http.error_responses import public_failure
 from phalanx.http.http_exchange import Answer, EventStream, Exchange, Reply
 from phalanx.http.stream_records import Start
-from phalanx.server.answers.deltas import Delta, ResponseHead, Usage, timing_json
+from phalanx.server.answers.deltas import Delta, ResponseHead, timing_json
 from phalanx.server.answers.generation import Generation
 from phalanx.server.dialects.common.answer_format import AnswerFormat
 from phalanx.server.dialects.common.dialect import Dialect, ParsedBody, StaticAnswer
@@ -37,7 +37,7 @@ from phalanx.server.requests.validate import check_echoed, plan_sequences
 from phalanx.server.sequences.journal import Journal
 from phalanx.server.sequences.server_metrics import ServerMetrics
 from phalanx.server.settings.server_settings import ServerConfig
-from phalanx.types import ModelInfo
+from phalanx.types import ModelInfo, SequenceRequest
 
 FEW_SCORED = 1024  # log-probabilities that are written on the event loop, in 3 ms
 CHARS = 256  # that are written in the time of one log-probability
@@ -51,7 +51,6 @@ class GenerationJob(Struct, frozen=True, kw_only=True):
     options: Options
     encode: Callable[[int, list[int] | None], Coroutine[Any, Any, Encoded]]
     """(max_model_len, see `Prompts.encode_chat: begun`) -> prompts, what else the engine needs."""
-    n_prompts: int
     field: str  # that holds the prompts, for errors
     group: str  # of its sequences; new, so that they are not taken for those of an answer that ends just now
     migration: StreamMigration
@@ -66,7 +65,7 @@ class GenerationJob(Struct, frozen=True, kw_only=True):
     @property
     def n_choices(self) -> int:
         """Choices of all prompts."""
-        return self.n_prompts * self.options.n
+        return len(self.texts) * self.options.n
 
 
 class CompletionEndpoints:
@@ -112,15 +111,16 @@ class CompletionEndpoints:
                     exchange,
                     dialect.body,
                     lambda body: migration.accept(dialect.parse(body, self._served)),
-                    memory,
-                    dialect.readers,
-                    migration.body,
-                    migration.n_before,
+                    memory=memory,
+                    readers=dialect.readers,
+                    body_in=migration.body,
+                    n_before=migration.n_before,
                 )
                 if isinstance(asked, StaticAnswer):
                     self._journal.require_ready()
                     return Answer(to_json(asked.answer(int(time.time()))))
-                return await self._answer(exchange, self._job(asked, dialect, owner, memory, migration))
+                job = self._job(asked, dialect, owner, memory, migration)
+                return await (self._stream(job) if job.options.stream else exchange.unless_lost(self._whole(job)))
 
         return endpoint
 
@@ -144,21 +144,15 @@ class CompletionEndpoints:
             memory=memory,
         )
         if isinstance(parsed, ChatRequest):
-            return job(encode=lambda limit, begun: self._chats.encode(parsed, owner, limit, begun), n_prompts=1)
+            return job(encode=lambda limit, begun: self._chats.encode(parsed, owner, limit, begun))
         return job(
             encode=lambda limit, _: self._encode_texts(parsed, limit),
-            n_prompts=len(parsed.prompts),
             texts=tuple(prompt if isinstance(prompt, str) else None for prompt in parsed.prompts),
             echo=parsed.echo,
         )
 
     async def _encode_texts(self, parsed: CompletionRequest, limit: int) -> Encoded:
         return Encoded(prompts=[await self._prompts.encode(prompt, limit=limit) for prompt in parsed.prompts])
-
-    async def _answer(self, exchange: Exchange, job: GenerationJob) -> Reply:
-        if job.options.stream:
-            return await self._stream(job)
-        return await exchange.unless_lost(self._whole(job))
 
     async def _whole(self, job: GenerationJob) -> Answer:
         with self._journal.reserve(job.n_choices, job.owner) as slots:
@@ -187,22 +181,24 @@ class CompletionEndpoints:
         job.memory.free()
         answer = encoded.answer or job.options.answer
         grammar = await self._grammars.output_grammar(answer, job.owner, encoded.whole)
-        plan = partial(
-            plan_sequences,
-            job.options,
-            prompts,
-            field=job.field,
-            group=job.group,
-            seed=job.start.seed,
-            eos_ids=self._served.eos_ids,
-            info=info,
-            echo=job.echo,
-            owner=job.owner,
-            grammar=grammar,
-        )
-        begin = partial(job.migration.begin, start=job.start, info=info, echo=job.echo, is_recalled=encoded.is_recalled)
+
+        def plan() -> list[SequenceRequest]:
+            planned = plan_sequences(
+                job.options,
+                prompts,
+                field=job.field,
+                group=job.group,
+                seed=job.start.seed,
+                eos_ids=self._served.eos_ids,
+                info=info,
+                echo=job.echo,
+                owner=job.owner,
+                grammar=grammar,
+            )
+            return job.migration.begin(planned, job.start, info, echo=job.echo, is_recalled=encoded.is_recalled)
+
         n_tokens = sum(map(len, prompts)) + job.migration.n_known
-        requests = begin(plan()) if n_tokens <= SHORT else await self._prompts.run(n_tokens, lambda: begin(plan()))
+        requests = plan() if n_tokens <= SHORT else await self._prompts.run(n_tokens, plan)
         echoes: list[str | None] = [None] * len(prompts)
         if job.echo:
             pairs = zip(job.texts, prompts, strict=True)
@@ -230,14 +226,14 @@ class CompletionEndpoints:
         if not is_open:
             yield form.opening(job.n_choices, so_far) or form.keep_alive
         for delta in generation.opening():  # one by one: an echoed prompt may be long, and there may be many
-            yield await self._write(job, form, [delta], so_far)
+            yield await self._written(_size(job, [delta]), partial(form.events, [delta], so_far))
         first_byte_s: float | None = None
         last_s = self._clock()  # when the client was sent something
         try:
             async with aclosing(generation.deltas(job.silence_s)) as deltas:
                 async for new in deltas:
                     so_far = generation.usage_so_far() if job.options.continuous_usage else None
-                    written = await self._write(job, form, new, so_far)
+                    written = await self._written(_size(job, new), partial(form.events, new, so_far))
                     if not written and self._clock() - last_s < job.silence_s:
                         yield b""
                         continue
@@ -253,17 +249,11 @@ class CompletionEndpoints:
         timing = timing_json(generation.first_ending, first_byte_s) if job.options.timing else None
         usage = generation.usage()
         n_scored = usage.completion * _scores_of_one(job)  # a dialect may repeat them
-        if n_scored <= FEW_SCORED:
-            yield form.closing(usage, timing)
-        else:
-            yield await self._prompts.run(n_scored, lambda: form.closing(usage, timing))
+        yield await self._written(n_scored, partial(form.closing, usage, timing))
 
-    async def _write(self, job: GenerationJob, form: AnswerFormat, deltas: list[Delta], so_far: Usage | None) -> bytes:
-        """The events of some deltas. Those of a step are short; an echoed prompt is long, and may be scored."""
-        size = _size(job, deltas)
-        if size <= FEW_SCORED:
-            return form.events(deltas, so_far)
-        return await self._prompts.run(size, lambda: form.events(deltas, so_far))
+    async def _written(self, size: int, write: Callable[[], bytes]) -> bytes:
+        """What `write` returns. The events of a step are short; an echoed prompt is long, and may be scored."""
+        return write() if size <= FEW_SCORED else await self._prompts.run(size, write)
 
     def _head(self, job: GenerationJob) -> ResponseHead:
         options = job.options

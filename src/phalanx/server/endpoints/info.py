@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from phalanx import __version__
-from phalanx.errors import EngineUnavailable, InvalidRequest
+from phalanx.errors import EngineUnavailable
 from phalanx.http.api_keys import ApiKeys
-from phalanx.http.http_exchange import Answer, Exchange, Reply, json_answer
+from phalanx.http.http_exchange import GREETING, Answer, Exchange, Reply, json_answer
 from phalanx.http.media_types import require_json
-from phalanx.http.model_lists import more_of_models
+from phalanx.http.model_lists import lm_studio_card, lm_studio_list, model_card, model_list
+from phalanx.http.vector_requests import no_vectors
 from phalanx.server.dialects.common.dialect import Dialect, ParsedBody
 from phalanx.server.endpoints.engine_health import EngineHealth
 from phalanx.server.fields.json_pieces import to_json
@@ -64,27 +65,30 @@ class InfoEndpoints:
 
     async def root(self, _: Exchange) -> Answer:
         """`GET /`: clients of several APIs look here whether there is a server."""
-        text = b"phalanx is running. It speaks the APIs of OpenAI, Anthropic and Ollama.\n"
-        return Answer(text, media_type="text/plain; charset=utf-8")
+        return GREETING
 
     async def models(self, exchange: Exchange) -> Answer:
-        """`GET /v1/models`"""
-        info = self.loaded()
-        cards = [self._card(name, info) for name in self._served.names]
-        return json_answer({"object": "list", "data": cards, **more_of_models(exchange.query)})
+        """`GET /v1/models`: the names under which the model is served."""
+        return json_answer(model_list(self._cards(), exchange.headers, exchange.query))
 
     async def model(self, exchange: Exchange) -> Answer:
-        """`GET /v1/models/{name}`"""
-        return json_answer(self._card(resolve_model(exchange.rest, self._served), self.loaded()))
+        """`GET /v1/models/{name}`: one of them."""
+        return json_answer(model_card(self._asked_for(exchange), exchange.headers))
+
+    async def lm_studio_models(self, _: Exchange) -> Answer:
+        """`GET /api/v0/models`, LM Studio's list."""
+        return json_answer(lm_studio_list(self._cards()))
+
+    async def lm_studio_model(self, exchange: Exchange) -> Answer:
+        """`GET /api/v0/models/{name}`: one of them."""
+        return json_answer(lm_studio_card(self._asked_for(exchange)))
 
     async def other_outputs(self, _: Exchange) -> Answer:
         """Vectors and scores, which no model here computes. The body is not read."""
-        name = self._served.names[0]
-        message = f"This server's model, {name}, writes text: it makes no embeddings and ranks nothing."
-        raise InvalidRequest(message, param="model", code="unsupported_value")
+        raise no_vectors(f"This server's model, {self._served.names[0]}, writes text.")
 
     async def tokenize(self, exchange: Exchange) -> Answer:
-        """`POST /tokenize`, vLLM's shape."""
+        """`POST /tokenize`, as in vLLM: the tokens of a prompt or a chat."""
         info = self.loaded()
         with self._intake.memory(exchange.owner or "") as memory:
             parsed = await self._intake.read(
@@ -128,7 +132,7 @@ class InfoEndpoints:
         return endpoint
 
     async def detokenize(self, exchange: Exchange) -> Answer:
-        """`POST /detokenize`, vLLM's shape."""
+        """`POST /detokenize`, as in vLLM: the text of tokens."""
         info = self.loaded()
         tokens = await self._intake.read(
             exchange, DetokenizeBody, lambda body: parse_detokenize(body, self._served, info)
@@ -152,7 +156,7 @@ class InfoEndpoints:
         return json_answer({"bytes": {**sizes, "rss": stats.rss_bytes}})
 
     async def version(self, _: Exchange) -> Answer:
-        """`GET /version`"""
+        """`GET /version`: the version of phalanx."""
         return json_answer({"version": __version__})
 
     async def health(self, exchange: Exchange) -> Answer:
@@ -178,8 +182,15 @@ class InfoEndpoints:
             raise EngineUnavailable(describe(state.phase, state.reason), retry_after=2.0)
         return info
 
+    def _cards(self) -> list[dict[str, Any]]:
+        info = self.loaded()
+        return [self._card(name, info) for name in self._served.names]
+
+    def _asked_for(self, exchange: Exchange) -> dict[str, Any]:
+        return self._card(resolve_model(exchange.rest, self._served), self.loaded())
+
     def _card(self, name: str, info: ModelInfo) -> dict[str, Any]:
-        shapes = self._served.shapes
+        reasoning = self._served.shapes.reasoning
         return {
             "id": name,
             "object": "model",
@@ -188,6 +199,6 @@ class InfoEndpoints:
             "root": self._served.names[0],
             "parent": None,
             "max_model_len": info.max_model_len,
-            "tool_call_parser": None if shapes.tools is None else shapes.tools.name,
-            "reasoning_parser": None if shapes.reasoning is None else shapes.reasoning.name,
+            "tool_call_parser": self._served.tool_parser,
+            "reasoning_parser": None if reasoning is None else reasoning.name,
         }

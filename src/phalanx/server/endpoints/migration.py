@@ -6,8 +6,6 @@ another server once this one fails (`http/stream_records.py`: the wire). Does no
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import math
 import re
 import zlib
@@ -21,7 +19,9 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from phalanx.errors import AdminKeyRefused, EngineError, InvalidRequest, PhalanxError, Quarantined
+from phalanx.http.api_keys import is_same
 from phalanx.http.stream_records import (
+    LINES,
     MIGRATION,
     RESUME,
     ChoiceEnded,
@@ -48,7 +48,6 @@ from phalanx.types import Finished, ModelInfo, SequenceRequest, TokenLogprobs, T
 NUMBERS = 1 << 53  # that every reader of JSON can tell apart
 ID = re.compile(r"[A-Za-z0-9_-]{1,100}")  # of an answer
 LATEST = 1 << 37  # seconds since 1970: the year 6325; dates end with 9999
-LINES = "application/x-ndjson"  # the media type of streams that are not server-sent events
 
 Asked = TypeVar("Asked", bound=ParsedBody | StaticAnswer)
 
@@ -155,7 +154,7 @@ class StreamMigration:
     @property
     def watch(self) -> Watch | None:
         """Of the stream's `Generation`."""
-        return None if self._records is None else self._records.took
+        return None if self._records is None else self._records.note
 
     async def replay(self, generation: Generation, form: AnswerFormat, n_choices: int) -> bool:
         """Bring decoders and format to where the server was that sent what the client has; False if it has nothing."""
@@ -194,7 +193,7 @@ class RecordBuffer:
         self.choices: dict[int, RecordedChoice] = {}
         self._n_tokens: dict[int, int] = {}  # that each choice had taken in
 
-    def took(self, index: int, event: Event | None, n_tokens: int) -> None:
+    def note(self, index: int, event: Event | None, n_tokens: int) -> None:
         """See `Watch`."""
         choice = self.choices.get(index) or RecordedChoice(index=index)
         match event:
@@ -240,8 +239,7 @@ def _is_of_gateway(headers: Mapping[str, str], admin_key: str | None) -> bool:
         return False
     if admin_key is None:
         raise AdminKeyRefused(f"{MIGRATION}: this server has no --admin-key, so it sends no records of streams.")
-    # Headers are decoded as latin-1: these are the bytes that were sent. Equal lengths keep the time constant.
-    if given is None or not hmac.compare_digest(_digest(given.encode("latin-1")), _digest(admin_key.encode())):
+    if given is None or not is_same(given, admin_key):
         raise AdminKeyRefused(f"{MIGRATION} must have this server's --admin-key.")
     return True
 
@@ -333,7 +331,3 @@ def _invalid(message: str) -> InvalidRequest:
 def _finite(one: TokenLogprobs) -> TokenLogprobs:
     """As JSON can write it."""
     return replace(one, logprob=finite(one.logprob), top=[(token, finite(logprob)) for token, logprob in one.top])
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()

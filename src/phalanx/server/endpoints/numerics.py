@@ -29,6 +29,7 @@ def numerics_of(config: ServerConfig, served: ApiModel, tokenizer: str) -> Calla
         served.default_max_tokens,
         served.clamp_max_tokens,
         served.auto_tools,
+        config.drops_tools,
         config.tool_call_parser,
         config.reasoning_parser,
     )

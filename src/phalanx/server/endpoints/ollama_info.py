@@ -17,12 +17,13 @@ from phalanx.catalog.pull_progress import PullProgress
 from phalanx.catalog.short_names import DEMO, repository_of, without_host
 from phalanx.errors import InvalidRequest, ModelNotFound, UnknownModel
 from phalanx.http.http_exchange import Answer, EventStream, Exchange, Reply, json_answer
+from phalanx.http.model_lists import TAG, name_meant
 from phalanx.server.dialects.ollama import ollama_models
 from phalanx.server.dialects.ollama.ollama_body import OllamaModelBody, OllamaPullBody
-from phalanx.server.dialects.ollama.ollama_dialect import TAG, resolve_name
 from phalanx.server.dialects.ollama.ollama_models import HERE, REFUSED, OllamaModel
 from phalanx.server.requests.intake import Intake
 from phalanx.server.requests.parsed import ApiModel
+from phalanx.server.requests.sampling_fields import resolve_model
 from phalanx.supervision.model_commands import model_command
 from phalanx.types import ModelInfo
 
@@ -62,20 +63,20 @@ class OllamaEndpoints:
         self._turns = {"pull": asyncio.Semaphore(PULLS), "rm": asyncio.Semaphore(1)}
 
     async def version(self, _: Exchange) -> Answer:
-        """`GET /api/version`"""
+        """`GET /api/version`: the version of Ollama whose API this is."""
         return json_answer(ollama_models.version())
 
     async def tags(self, exchange: Exchange) -> Answer:
-        """`GET /api/tags`"""
+        """`GET /api/tags`: the served model; to managers also the others on this disk."""
         others = await asyncio.to_thread(self._others) if self._manages(exchange) else []
         return json_answer(ollama_models.tags([self._model(name) for name in self._served.names], others))
 
     async def running(self, _: Exchange) -> Answer:
-        """`GET /api/ps`"""
+        """`GET /api/ps`: the served model, as loaded."""
         return json_answer(ollama_models.running([self._model(self._served.names[0])]))
 
     async def show(self, exchange: Exchange) -> Answer:
-        """`POST /api/show`"""
+        """`POST /api/show`: format, family, context and template of a model."""
         name = await self._intake.read(exchange, OllamaModelBody, _named)
         bare = name.removesuffix(TAG)
         if not self._is_served(name) and self._manages(exchange) and NAME.fullmatch(without_host(bare)):
@@ -83,7 +84,7 @@ class OllamaEndpoints:
                 return json_answer(ollama_models.show_local(await asyncio.to_thread(find, bare)))
             except ModelNotFound:
                 pass  # the error below names what is served
-        return json_answer(ollama_models.show(self._model(resolve_name(name, self._served))))
+        return json_answer(ollama_models.show(self._model(resolve_model(name, self._served))))
 
     async def pull(self, exchange: Exchange) -> Reply:
         """`POST /api/pull`: a line of JSON for each step, unless `stream` is false."""
@@ -95,7 +96,7 @@ class OllamaEndpoints:
         return await exchange.unless_lost(_whole(lines))
 
     async def delete(self, exchange: Exchange) -> Answer:
-        """`DELETE /api/delete`"""
+        """`DELETE /api/delete`: delete a model of this disk."""
         name = await self._intake.read(exchange, OllamaModelBody, _named)
         if self._is_served(name):
             raise InvalidRequest(f"{name} is served; stop this server first.", param="model")
@@ -122,7 +123,7 @@ class OllamaEndpoints:
                 yield line
 
     def _is_served(self, name: str) -> bool:
-        return name.removesuffix(TAG) in self._names
+        return name_meant(name, self._names) is not None
 
     def _others(self) -> list[LocalModel]:
         """The models on this disk that can be used, but are not served."""
@@ -136,8 +137,8 @@ class OllamaEndpoints:
         return OllamaModel(
             name=name,
             info=self._info(),
-            shapes=self._served.shapes,
-            auto_tools=self._served.auto_tools,
+            calls_tools=self._served.tool_parser is not None and self._served.auto_tools,
+            reasons=self._served.shapes.reasoning is not None,
             since=self._since,
             template=self._template,
         )

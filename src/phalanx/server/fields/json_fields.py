@@ -9,7 +9,7 @@ converted by itself; the first error ends the work. Does not know which bodies t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from itertools import takewhile
 from typing import Any, TypeVar
@@ -19,8 +19,8 @@ from msgspec import Raw, Struct, defstruct
 from msgspec.structs import astuple, fields
 
 from phalanx.errors import InvalidRequest
-from phalanx.server.fields.openai_bodies import Body, TolerantBody
-from phalanx.server.fields.refusals import MAX_DEPTH, check_depth
+from phalanx.server.fields.openai_bodies import Body, HistoryBody, TolerantBody
+from phalanx.server.fields.refusals import MAX_DEPTH, ONLY_TEXT, check_depth, foreign_type, unsupported
 
 FIELD_BYTES = 1 << 16  # of a field that has no reader of its own; the worst content of this size takes 3 ms
 VARIABLES_BYTES = 1 << 18  # of chat_template_kwargs, which may hold documents, or of a call's arguments; at worst 10 ms
@@ -28,8 +28,16 @@ TOOLS_BYTES = 1 << 20  # of all tools; a large tool server's have 100 KB
 SCHEMA_BYTES = 1 << 17  # of a JSON schema; OpenAI takes 120,000 characters of names and values
 MANY_NAMES = 1 << 18  # colons, and so at most names, up to which an object's fields are found in one call, in 25 ms
 MAX_STRANGE = 1 << 16  # colons outside known fields; looking for the fields there takes 20 ms
+CONTENT = {
+    name: b'"%b"' % name.encode()
+    for name in "image_url input_audio file file_data file_url images audio audio_url video_url".split()
+}
+"""Fields of what no model here can read, as they are and in JSON. Without them it would miss what it is asked about."""
+HAS_VALUE = re.compile(rb'\s*+:\s*+(?!null|""|\[\s*+\]|\{\s*+\})')
+"""What follows the name of a field that is neither null nor empty."""
 
 B = TypeVar("B", bound=Body)
+T = TypeVar("T")
 Reader = Callable[[bytes, str], Any]
 """(JSON of a field, name of the field) -> value."""
 Readers = Mapping[tuple[type, str], Reader]
@@ -41,10 +49,12 @@ def read_object(data: bytes, kind: type[B], path: str, readers: Readers) -> B:
 
     Raises:
         InvalidRequest: it is no JSON object, or has a field that is missing, too large or of a wrong type, or that is
-            unknown or repeated where `kind` is not tolerant.
+            unknown or repeated where `kind` is not tolerant, or unknown and holds content in a conversation.
     """
     raw = _raw_fields(data, kind, path)
-    if not issubclass(kind, TolerantBody):
+    if issubclass(kind, HistoryBody):
+        _refuse_content(data, raw, path)
+    elif not issubclass(kind, TolerantBody):
         _refuse_strange(data, raw, path)
     values: dict[str, Any] = {}
     for name, type, required in _fields(kind):
@@ -76,25 +86,66 @@ def _small(data: bytes, type: Any, path: str) -> Any:
 
 
 def _refuse_strange(data: bytes, raw: Mapping[str, bytes], path: str) -> None:
-    """Refuse fields that are unknown, unless null, and fields that are there twice.
-
-    Every field has a colon, so an object without such fields has no colon outside its known fields' values but one for
-    each. Counting them costs little where there may be millions.
-    """
-    strange = _colons(data) - sum(1 + _colons(value) for value in raw.values())
+    """Refuse fields that are unknown, unless null, and fields that are there twice."""
+    strange = _strange(data, raw)
     if strange == 0:
         return
+    for name, value in _everything(data, strange, path).items():
+        if name not in raw and value != b"null":
+            field = f"{path}.{name[:80]}" if path else name[:80]
+            raise InvalidRequest(f"Unrecognized request argument supplied: {field}", param=field)
+
+
+def _refuse_content(data: bytes, raw: Mapping[str, bytes], path: str) -> None:
+    """Refuse unknown fields that hold content, at any depth, and fields that are there twice."""
+    strange = _strange(data, raw)
+    if strange == 0 or (strange > MAX_STRANGE and not any(quoted in data for quoted in CONTENT.values())):
+        return
+    for name, value in _everything(data, strange, path).items():
+        if name in raw:
+            continue
+        if name in CONTENT and HAS_VALUE.match(b":" + value):
+            raise unsupported(f"{path}.{name}", ONLY_TEXT)
+        inner = next((one for one, quoted in CONTENT.items() if _has(quoted, value)), None)
+        if inner is not None:
+            raise unsupported(f"{path}.{name[:80]}", f"it has {inner}; {ONLY_TEXT}")
+
+
+def _has(quoted: bytes, data: bytes) -> bool:
+    """Whether a field of this name is somewhere in the JSON, and neither null nor empty."""
+    at = data.find(quoted)
+    while at >= 0:
+        at += len(quoted)
+        if HAS_VALUE.match(data, at):
+            return True
+        at = data.find(quoted, at)
+    return False
+
+
+def _strange(data: bytes, raw: Mapping[str, bytes]) -> int:
+    """Colons outside of known fields.
+
+    Every field has one, so an object without unknown or repeated fields has no colon outside its known fields' values
+    but one for each. Counting them costs little where there may be millions.
+    """
+    return _colons(data) - sum(1 + _colons(value) for value in raw.values())
+
+
+def _everything(data: bytes, strange: int, path: str) -> dict[str, bytes]:
+    """The JSON of all fields, known or not.
+
+    Raises:
+        InvalidRequest: there are too many unknown ones, or one is there twice.
+    """
     where = path or "The JSON body"
     if strange > MAX_STRANGE:
         message = f"{where} has {strange} names that are unknown or there more than once."
         raise InvalidRequest(message, param=path or None)
-    everything: dict[str, Raw] = decode(data, dict[str, Raw], path)
-    for name, value in everything.items():
-        if name not in raw and bytes(value) != b"null":
-            field = f"{path}.{name[:80]}" if path else name[:80]
-            raise InvalidRequest(f"Unrecognized request argument supplied: {field}", param=field)
-    if _colons(data) != sum(1 + name.count(":") + _colons(bytes(value)) for name, value in everything.items()):
+    found: dict[str, Raw] = decode(data, dict[str, Raw], path)
+    everything = {name: bytes(value) for name, value in found.items()}
+    if _colons(data) != sum(1 + name.count(":") + _colons(value) for name, value in everything.items()):
         raise InvalidRequest(f"{where} has a field twice.", param=path or None)
+    return everything
 
 
 def _colons(data: bytes) -> int:
@@ -159,11 +210,47 @@ def object_of(kind: type[Body], readers: Readers) -> Reader:
     return lambda data, path: read_object(data, kind, path, readers)
 
 
+def list_by(reader: Callable[[bytes, str], T], most: int) -> Callable[[bytes, str], list[T]]:
+    """Reads a list of at most so many items."""
+    return lambda data, path: [reader(item, f"{path}[{i}]") for i, item in enumerate(read_items(data, most, path))]
+
+
 def list_of(kind: type[Body], most: int, readers: Readers) -> Reader:
     """Reads a list of at most so many objects."""
-    return lambda data, path: [
-        read_object(item, kind, f"{path}[{i}]", readers) for i, item in enumerate(read_items(data, most, path))
-    ]
+    return list_by(object_of(kind, readers), most)
+
+
+class _Typed(TolerantBody):
+    """An object of which only the type is read."""
+
+    type: str | None = None
+
+
+def _type_of(data: bytes, path: str) -> str | None:
+    return read_object(data, _Typed, path, {}).type
+
+
+def of_type(kind: type[B], types: Collection[str], detail: str, readers: Readers) -> Callable[[bytes, str], B]:
+    """Reads an object of one of these types. One of another type is refused because of that, not of its fields."""
+
+    def read(data: bytes, path: str) -> B:
+        try:
+            return read_object(data, kind, path, readers)
+        except InvalidRequest as error:
+            found = _type_of(data, path)
+            raise error if found is None or found in types else foreign_type(path, found, detail) from None
+
+    return read
+
+
+def object_or_record(kind: type[B], records: Collection[str], readers: Readers) -> Callable[[bytes, str], B]:
+    """Reads an object; of one whose type is among `records`, only that."""
+
+    def read(data: bytes, path: str) -> B:
+        found = _type_of(data, path)
+        return kind(type=found) if found in records else read_object(data, kind, path, readers)
+
+    return read
 
 
 def text_or(reader: Reader) -> Reader:

@@ -1,6 +1,7 @@
 """JSON schemas of clients: how large they may be, and what keeps a small model from going on for ever.
 
-Does not know which keywords can be compiled (`text/grammar_process.py` finds that out).
+Does not know which keywords can be compiled (`text/grammar_process.py` finds that out), nor which numbers
+(`schema_numbers.py`).
 """
 
 from __future__ import annotations

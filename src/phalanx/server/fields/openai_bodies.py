@@ -12,16 +12,8 @@ from msgspec import Meta, Struct
 
 INERT = "Accepted for compatibility; does not change the answer."
 LATER = "Not supported yet: anything but its neutral value is answered 400."
-INERT_IN_HISTORY = (
-    "id",
-    "annotations",
-    "cache_control",
-    "parsed",
-    "provider_specific_fields",
-    "reasoning_details",
-    "thinking_blocks",
-)
-"""Fields of messages that clients got from servers, or wrote for others, and send back in the history."""
+INERT_IN_HISTORY = ("annotations", "parsed", "provider_specific_fields", "reasoning_details", "thinking_blocks")
+"""Fields of messages that clients got from servers and send back. They repeat what other fields have."""
 MAX_MESSAGES = 4096  # OpenAI takes 2,048
 MAX_PARTS = 4096  # of one message's content
 MAX_PROMPTS = 1024  # --max-prompts allows no more
@@ -35,6 +27,10 @@ class Body(Struct, forbid_unknown_fields=True):
 
 class TolerantBody(Body, forbid_unknown_fields=False):
     """Unknown fields are passed over, for dialects whose clients send new ones every month."""
+
+
+class HistoryBody(TolerantBody):
+    """A piece of a conversation. Unknown fields are passed over unless they hold an image, sound or file."""
 
 
 def about(text: str) -> Meta:
@@ -62,18 +58,14 @@ class StreamOptions(Body, kw_only=True):
     include_obfuscation: Annotated[bool | None, about("Only false: no padding is ever added.")] = None
 
 
-class ContentPart(Body, kw_only=True):
+class ContentPart(HistoryBody, kw_only=True):
     """A part of a message's content."""
 
     type: Annotated[str, about('Only "text".')]
     text: str | None = None
-    cache_control: Annotated[Any, about(INERT)] = None
-    image_url: Annotated[Any, about(LATER)] = None
-    input_audio: Annotated[Any, about(LATER)] = None
-    file: Annotated[Any, about(LATER)] = None
 
 
-class FunctionBody(Body, kw_only=True):
+class FunctionBody(TolerantBody, kw_only=True):
     """A function that may be called."""
 
     name: Annotated[str, about("1 to 128 of A-Z, a-z, 0-9, `_`, `-`, `.`")]
@@ -84,15 +76,14 @@ class FunctionBody(Body, kw_only=True):
     ] = None
 
 
-class ToolBody(Body, kw_only=True):
+class ToolBody(TolerantBody, kw_only=True):
     """An entry of `tools`."""
 
     type: Annotated[str, about('Only "function".')]
     function: FunctionBody
-    cache_control: Annotated[Any, about(INERT)] = None
 
 
-class CalledFunctionBody(Body, kw_only=True):
+class CalledFunctionBody(HistoryBody, kw_only=True):
     """The function that a call in the history names, and its arguments."""
 
     name: str
@@ -102,18 +93,16 @@ class CalledFunctionBody(Body, kw_only=True):
     parsed_arguments: Annotated[Any, about(INERT)] = None
 
 
-class ToolCallBody(Body, kw_only=True):
+class ToolCallBody(HistoryBody, kw_only=True):
     """A call in the history."""
 
     id: str
     function: CalledFunctionBody
     type: Annotated[str | None, about('Only "function".')] = None
-    index: Annotated[Any, about(INERT)] = None
-    cache_control: Annotated[Any, about(INERT)] = None
     provider_specific_fields: Annotated[Any, about(INERT)] = None
 
 
-class ChatMessage(Body, kw_only=True):
+class ChatMessage(HistoryBody, kw_only=True):
     """A message of a chat."""
 
     role: Annotated[str, about("system, developer, user, assistant or tool.")]
@@ -125,9 +114,7 @@ class ChatMessage(Body, kw_only=True):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: Annotated[str | None, about("The content of an assistant's message that has none.")] = None
-    id: Annotated[Any, about(INERT)] = None
     annotations: Annotated[Any, about(INERT)] = None
-    cache_control: Annotated[Any, about(INERT)] = None
     parsed: Annotated[Any, about(INERT)] = None
     provider_specific_fields: Annotated[Any, about(INERT)] = None
     reasoning_details: Annotated[Any, about(INERT)] = None
@@ -136,6 +123,7 @@ class ChatMessage(Body, kw_only=True):
         Annotated[list[ToolCallBody], Meta(max_length=MAX_CALLS)] | None, about("Of an assistant's message.")
     ] = None
     tool_call_id: Annotated[str | None, about("Of a tool's message: the call it answers.")] = None
+    function_call: Annotated[Any, about("Only null: a call belongs into tool_calls.")] = None
 
 
 class JsonSchemaFormat(Body, kw_only=True):
@@ -150,8 +138,10 @@ class JsonSchemaFormat(Body, kw_only=True):
 class ResponseFormatBody(Body, kw_only=True):
     """`response_format`"""
 
-    type: Annotated[str, about("text, json_object or json_schema.")]
+    type: Annotated[str, about("text, json_object (also called json) or json_schema.")]
     json_schema: JsonSchemaFormat | None = None
+    schema: Annotated[dict[str, Any] | None, about("Of json_object: a JSON schema, as llama.cpp takes it.")] = None
+    value: Annotated[dict[str, Any] | None, about("Of json_object: the same, by TGI's name.")] = None
 
 
 class StructuredOutputs(Body, kw_only=True):
@@ -169,17 +159,45 @@ class StructuredOutputs(Body, kw_only=True):
     structural_tag: Annotated[str | None, about(LATER)] = None
 
 
+class ThinkingOptions(Body, kw_only=True):
+    """`thinking`, as Anthropic's, DeepSeek's and GLM's APIs have it."""
+
+    type: Annotated[str, about("enabled, disabled, adaptive or auto. The template's `enable_thinking`.")]
+    budget_tokens: Annotated[int | None, about("Handed to the chat template as `thinking_budget`.")] = None
+
+
+class ReasoningOptions(Body, kw_only=True):
+    """`reasoning`, as OpenRouter's and OpenAI's APIs have it."""
+
+    effort: Annotated[str | None, about('For the chat template; "none" also sets its `enable_thinking` to false.')] = (
+        None
+    )
+    enabled: Annotated[bool | None, about("The chat template's `enable_thinking`.")] = None
+    max_tokens: Annotated[int | None, about("Handed to the chat template as `thinking_budget`.")] = None
+    exclude: Annotated[bool | None, about("The answer leaves reasoning out; /v1/responses takes only false.")] = None
+    summary: Annotated[
+        str | None, about("/v1/responses: reasoning is the item's summary. A chat has all reasoning, and no summary.")
+    ] = None
+
+
+class UsageOptions(Body, kw_only=True):
+    """`usage`, as OpenRouter's API has it."""
+
+    include: Annotated[bool | None, about("As stream_options.include_usage. Whole answers always have `usage`.")] = None
+
+
 class SamplingBody(Body, kw_only=True):
     """The fields that chat and text completions share."""
 
     model: Annotated[str | None, about("A served model's name; the first one when left out.")] = None
     max_tokens: Annotated[
         int | None,
-        about("Most output tokens. Without it, 16 of a completion; of a chat, what there is room for."),
+        about("Most output tokens; -1: what there is room for. Without it, so in a chat, and 16 of a completion."),
     ] = None
     n: Annotated[int | None, about("Number of choices per prompt.")] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    usage: UsageOptions | None = None
     seed: Annotated[int | None, about("Any integer (taken modulo 2**64). The same seed gives the same tokens.")] = None
     temperature: Annotated[float | None, about("0 is greedy.")] = None
     top_p: float | None = None
@@ -242,6 +260,12 @@ class ChatBody(SamplingBody, kw_only=True):
     reasoning_effort: Annotated[
         str | None, about('Handed to the chat template; "none" also sets its `enable_thinking` to false.')
     ] = None
+    thinking: ThinkingOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    enable_thinking: Annotated[bool | None, about("Handed to the chat template.")] = None
+    thinking_budget: Annotated[int | None, about("Handed to the chat template; few look at it.")] = None
+    prediction: Annotated[Any, about(INERT)] = None
+    safe_prompt: Annotated[bool | None, about("Accepted for compatibility; nothing is put before the prompt.")] = None
     verbosity: Annotated[str | None, about("Handed to the chat template.")] = None
     echo: Annotated[bool | None, about("Only false.")] = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, about("Variables for the chat template.")] = None
@@ -252,7 +276,10 @@ class ChatBody(SamplingBody, kw_only=True):
     tools: Annotated[list[ToolBody], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[
         str | dict[str, Any] | None,
-        about('"auto", "required", {"type": "function", "function": {"name": ...}}, or "none": they are not shown.'),
+        about(
+            '"auto", "required" or "any", {"type": "function", "function": {"name": ...}}, or "none": they are not '
+            "shown."
+        ),
     ] = None
     functions: Annotated[list[Any] | None, about(LATER)] = None
     function_call: Annotated[str | dict[str, Any] | None, about(LATER)] = None

@@ -10,6 +10,7 @@ from phalanx.errors import InvalidRequest
 ONLY_FUNCTIONS = 'only "function"'
 ONLY_TEXT = "only text parts can be read by this model"
 ANSWER_FORMATS = "only text, json_object and json_schema"
+MAX_PLACE = 400  # characters of a schema's place that an error repeats; names in a schema may be long
 MAX_DEPTH = 300  # objects and lists inside each other; a model's call has 257, and templates write some 450
 
 
@@ -34,6 +35,11 @@ def count(field: str, value: int | None, *, least: int) -> int | None:
     if value is not None and not least <= value < 1 << 31:
         raise invalid(field, f"{field} must be at least {least} and below 2**31, not {show(value)}.")
     return value
+
+
+def token_limit(field: str, value: int | None, *, least: int = 1) -> int | None:
+    """Check a limit of output tokens; -1, as clients of llama.cpp and LM Studio send it, is none."""
+    return None if value == -1 else count(field, value, least=least)
 
 
 def in_range(field: str, value: float, low: float, high: float) -> float:
@@ -64,6 +70,11 @@ def check_ids(field: str, ids: Collection[int], vocab_size: int) -> None:
     for token in (min(ids, default=0), max(ids, default=0)):  # in a loop of C: there may be many
         if not 0 <= token < vocab_size:
             raise invalid(field, f"{field} has the token id {show(token)}; this model's ids are 0 to {vocab_size - 1}.")
+
+
+def show_place(where: str) -> str:
+    """The place of a part of a schema for an error message."""
+    return where if len(where) <= MAX_PLACE else f"{where[:MAX_PLACE]}..."
 
 
 def show(value: float) -> str:

@@ -19,6 +19,8 @@ from phalanx.server.outputs.pieces import (
 from phalanx.server.outputs.reader import Marks, Reader, Steps
 
 MAX_NAME = 256  # characters of a call's header; a longer one is none
+ENDED = "the answer ended inside."
+CLOSING = ("}", "]", ")")
 
 
 class Broken(Exception):
@@ -36,7 +38,9 @@ class Calls:
         self.detail = ""
         self._reader = reader
         self._tools = {tool.name: tool for tool in tools}
-        self._begun = ""  # the name of the call that is being sent
+        self._begun = ""  # the name of the call that is being read
+        self._shown = False  # a part of it was sent
+        self._brace = ""  # a closing brace of its arguments that was not sent: it may be the last one
         self._has_marks = False
         self._after_mark = True  # no content yet since the last mark, or since the beginning
         self._keeps_space = True  # white space after the last mark is content if other text follows it
@@ -102,22 +106,39 @@ class Calls:
             raise Broken(f"The model called {name[:64]!r}, a tool that the request does not offer.")
         return self._tools[name]
 
+    def offers(self, name: str) -> bool:
+        """Whether the request offers a tool of this name."""
+        return name in self._tools
+
     def begin(self, name: str) -> ToolDefinition:
-        """A call of this tool begins: from now on `arguments` are sent."""
+        """A call of this tool begins. It is sent from its first `arguments` on."""
         tool = self.offered(name)
         self._begun = name
-        self.pieces.append(CallBegin(name))
+        self._shown = False
+        self._brace = ""
         return tool
 
     def arguments(self, text: str) -> None:
-        """A further fragment of the begun call's arguments, JSON."""
-        if text:
-            self.pieces.append(CallArguments(text))
+        """A further fragment of the begun call's arguments, JSON.
+
+        A brace at the end is sent with what follows: clients of a stream never have the whole JSON of a call that is
+        not whole.
+        """
+        if not text:
+            return
+        if not self._shown:
+            self._shown = True
+            self.pieces.append(CallBegin(self._begun))
+        text = self._brace + text
+        body = text.removesuffix("}")
+        self._brace = text[len(body) :]
+        if body:
+            self.pieces.append(CallArguments(body))
 
     def end(self) -> None:
         """The call is whole; its text is what the reader has recorded."""
         self._begun = ""
-        self.pieces.append(CallEnd(self._reader.recorded()))
+        self.pieces += [CallArguments(self._brace), CallEnd(self._reader.recorded())]
         self._reader.record()
 
     def broken(self, why: str, marks: Marks) -> None:
@@ -125,9 +146,9 @@ class Calls:
         if why[:1].islower():
             subject = f"The call of {self._begun!r}" if self._begun else "A call"
             why = f"{subject} is not whole: {why}"
-        if self._begun:
+        if self._begun and self._shown:
             self.pieces.append(CallBroken())
-            self._begun = ""
+        self._begun = ""
         self.detail = self.detail or why
         self.text(marks.pattern.sub("", self._reader.recorded()))
         self._reader.stop_recording()
@@ -142,7 +163,7 @@ def json_value(reader: Reader, emit: Callable[[str], object]) -> Steps[None]:
     scanner = JsonScanner()
     more = yield from reader.through(scanner.take, emit)
     if not scanner.whole:
-        raise Broken("its arguments are not JSON." if more else "the answer ended inside.")
+        raise Broken("its arguments are not JSON." if more else ENDED)
 
 
 def json_text(reader: Reader) -> Steps[str]:
@@ -161,22 +182,42 @@ def json_string(reader: Reader) -> Steps[str]:
     return value
 
 
-def arguments_object(reader: Reader, calls: Calls) -> Steps[None]:
-    """Send on the arguments of the begun call, a JSON object, as they come."""
-    if (yield from reader.next_nonspace()) != "{":
-        raise Broken("its arguments are not a JSON object.")
+def arguments_object(reader: Reader, calls: Calls, *ends: str) -> Steps[None]:
+    """Send on the arguments of the begun call, a JSON object, as they come; {} where a mark of `ends` follows."""
+    if (yield from reader.after_space(*ends)):
+        calls.arguments("{}")
+        return
+    if (char := (yield from reader.next_nonspace())) != "{":
+        raise Broken("its arguments are not a JSON object." if char else ENDED)
     yield from json_value(reader, calls.arguments)
 
 
+def end_call(reader: Reader, calls: Calls, *marks: str) -> Steps[None]:
+    """The JSON of a call is whole, and so is the call. Those of `marks` that follow in this order close it.
+
+    Brackets too many are passed over.
+    """
+    if not marks:
+        calls.end()
+    left = marks
+    while mark := (yield from reader.after_space(*CLOSING, *left)):
+        yield from reader.next_nonspace()
+        yield from reader.accept(mark)
+        if mark in left and not (left := left[left.index(mark) + 1 :]):
+            break
+    if marks:
+        calls.end()
+
+
 def unwrapped(text: str) -> str:
-    """The JSON object of arguments that were written as a string of JSON, or as null.
+    """The JSON object of arguments that were written as a string of JSON, as null or as an empty string.
 
     Raises:
         Broken: they are something else.
     """
     inner = text
     if text.startswith('"'):
-        inner = json.loads(text)
+        inner = json.loads(text) or "{}"
     elif text == "null":
         inner = "{}"
     if not is_json_object(inner):

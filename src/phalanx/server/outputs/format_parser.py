@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from phalanx.server.outputs.calls import Broken, Calls
 from phalanx.server.outputs.formats import ReasoningShape, ToolFormat
 from phalanx.server.outputs.harmony import HarmonyCalls, read_harmony
+from phalanx.server.outputs.markup_calls import MarkupCalls
 from phalanx.server.outputs.pieces import CallArguments, Piece, ReasoningPiece, TextPiece, ToolDefinition
 from phalanx.server.outputs.reader import Marks, Reader, Steps
 
@@ -21,13 +22,14 @@ class FormatParser:
         offered: Sequence[ToolDefinition],
         *,
         in_reasoning: bool,
+        is_bound: bool,
     ) -> None:
         self._reader = Reader()
         self._calls = Calls(self._reader, offered)
         if isinstance(tools, HarmonyCalls):
-            steps = read_harmony(self._reader, self._calls)
+            steps = read_harmony(self._reader, self._calls, is_bound)
         else:
-            steps = _Answer(self._reader, self._calls, reasoning, tools).read(in_reasoning)
+            steps = _Answer(self._reader, self._calls, reasoning, tools, is_bound).read(in_reasoning)
         self._steps = steps
         self._running = True
         self._run()
@@ -68,41 +70,76 @@ class FormatParser:
 
 
 class _Answer:
-    """Content with blocks of reasoning and calls in it."""
+    """Content with blocks of reasoning and calls in it.
+
+    Args:
+        is_bound: a grammar says what the answer is: reasoning, and then calls or content that has no marks.
+    """
 
     def __init__(
-        self, reader: Reader, calls: Calls, reasoning: ReasoningShape | None, tools: ToolFormat | None
+        self,
+        reader: Reader,
+        calls: Calls,
+        reasoning: ReasoningShape | None,
+        tools: ToolFormat | None,
+        is_bound: bool,
     ) -> None:
         assert not isinstance(tools, HarmonyCalls)
         self._reader = reader
         self._calls = calls
         self._tools = tools
+        self._is_bound = is_bound
         self._opens = frozenset(tools.opens if tools else ())
+        self._unmarked = tools.unmarked if isinstance(tools, MarkupCalls) else ""
         self._reasoning_opens = reasoning.open if reasoning else ""
+        self._reasoning_closes = reasoning.close if reasoning else ""
+        self._is_interrupted = False  # a call stands inside of reasoning, whose closing mark may follow
         others = (reasoning.open, reasoning.close, *reasoning.dropped) if reasoning else ()
-        self._marks = Marks({*self._opens, *(tools.marks if tools else ()), *others})
+        marks = {*self._opens, *(tools.marks if tools else ()), *others}
+        self._dropped = Marks(marks)
+        self._marks = Marks({*marks, self._unmarked} - {""})
         self._reasoning_ends = Marks({*self._opens, reasoning.close} if reasoning else ())
 
     def read(self, in_reasoning: bool) -> Steps[None]:
         """Read a whole answer."""
         opened = self._reasoning_opens if in_reasoning else ""
-        if not opened:
-            opened = yield from self._bare()
+        if not opened and self._is_bound and self._reasoning_opens:
+            opened = self._reasoning_opens if (yield from self._reader.accept(self._reasoning_opens)) else ""
+        if opened:
+            opened = yield from self._reasoning()
+        else:
+            yield from self._bare()
+        if self._is_bound and not opened and not (yield from self._reader.after_space(*self._opens)):
+            yield from self._reader.until(Marks(()), self._calls.text)
+            return
         while opened or (opened := (yield from self._reader.until(self._marks, self._calls.text))):
-            if opened == self._reasoning_opens:
-                opened = yield from self._reasoning()
-                continue
-            self._calls.mark()
-            if opened in self._opens:
-                yield from self._read_calls(opened)
-            opened = ""  # any other mark: one that closes nothing
+            opened = yield from self._mark(opened)
+
+    def _mark(self, mark: str) -> Steps[str]:
+        """Read what a mark stands before; the mark of a call that ended it, or stands right after it."""
+        if mark == self._reasoning_opens:
+            return (yield from self._reasoning())
+        is_text = mark == self._reasoning_closes and not self._is_interrupted
+        if mark == self._unmarked:
+            assert isinstance(self._tools, MarkupCalls)
+            is_text = not (yield from self._tools.opens_call(self._reader, self._calls))
+        if is_text:
+            self._calls.text(mark)
+            return ""
+        self._calls.mark()
+        if mark == self._reasoning_closes:
+            self._is_interrupted = False
+        if mark in self._opens or mark == self._unmarked:
+            yield from self._read_calls(mark)
+        return ""  # any other mark: one that closes nothing
 
     def _reasoning(self) -> Steps[str]:
         """Read a block of reasoning; the mark of a call that ended it, or stands right after it."""
         self._calls.mark()
         mark = yield from self._reader.until(self._reasoning_ends, self._calls.reasoning)
         self._calls.end_reasoning()
-        if mark in self._opens:
+        self._is_interrupted = mark in self._opens
+        if self._is_interrupted:
             return mark
         return (yield from self._bare())
 
@@ -125,7 +162,7 @@ class _Answer:
             yield from self._tools.read(self._reader, self._calls, opened)
         except Broken as broken:
             seen = opened or self._calls.sending  # else it may never have been meant as one
-            self._calls.broken(str(broken) if seen else "", self._marks)
+            self._calls.broken(str(broken) if seen else "", self._dropped)
         else:
             self._calls.mark()
         self._reader.stop_recording()

@@ -61,7 +61,7 @@ def _glm(prefix: str) -> MarkupCalls:
         key_head=(f"</{prefix}arg_key>", f"<{prefix}arg_value>"),
         rule="glm",
         call_name=r"\s*(\S+)\s*",
-        key_name=r"\s*(\S.*?)\s*",
+        key_name=r"\s*([^\s<][^<]*?)\s*",
         gap="\n",
     )
 
@@ -102,7 +102,6 @@ TOOLS: dict[str, ToolFormat] = {
         key_head=(">",),
         rule="qwen",
         section=("<tool_call>", "</tool_call>"),
-        trim="newline",
         pad="\n",
         gap="\n",
     ),
@@ -153,7 +152,7 @@ TOOLS: dict[str, ToolFormat] = {
         shared=True,
         call_name=r'.*\btool="([^"]+)".*',
         key_name=r'.*\bkey="([^"]*)".*',
-        trim="none",
+        block=("<|open|>json", "<|close|>json<|sep|>"),
         written_call=' tool="{name}" index="{index}"',
         written_key=' key="{name}" type="{type}"',
     ),

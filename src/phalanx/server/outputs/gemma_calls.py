@@ -87,10 +87,10 @@ class GemmaCalls(Struct, frozen=True):
 
         mark = re.escape(self.quote)
         plain = re.sub(rf'{mark}(.*?){mark}|("(?:[^"\\]|\\.)*")', kept, text.replace("\x00", ""), flags=re.DOTALL)
-        written = []
+        written: list[tuple[str, str]] = []
         at = 0
         plain = plain.rstrip()
-        while at < len(plain):
+        while at < len(plain) and not (written and not plain[at:].strip(" \t\r\n})]")):  # brackets too many
             head = _CALL.match(plain, at)
             end = _closing(plain, head.end()) if head else 0
             if not head or not end:

@@ -10,7 +10,7 @@ import re
 
 from msgspec import Struct
 
-from phalanx.server.outputs.calls import MAX_NAME, Broken, Calls, arguments_object
+from phalanx.server.outputs.calls import MAX_NAME, Broken, Calls, arguments_object, end_call
 from phalanx.server.outputs.json_calls import read_objects
 from phalanx.server.outputs.reader import Reader, Steps, marks_of
 
@@ -55,7 +55,7 @@ class HeadedCalls(Struct, frozen=True):
             yield from self._call(reader, calls)
 
     def _call(self, reader: Reader, calls: Calls) -> Steps[None]:
-        """Read one call after its mark, and the end of the section if that follows."""
+        """Read one call after its mark, and the marks that close it and its section where they follow."""
         if self.lists and (yield from reader.next_nonspace()) in ("[", "{"):
             yield from read_objects(reader, calls)
             return
@@ -65,21 +65,6 @@ class HeadedCalls(Struct, frozen=True):
         if not ended or not found:
             raise Broken("What the model wrote as a call has no name.")
         calls.begin(found.group(1))
-        yield from arguments_object(reader, calls)
-        if self.after:
-            yield from reader.next_nonspace()
-            yield from reader.accept(self.after.strip())
-        yield from self._closed(reader)
-        for closing in self.section[1:]:
-            yield from reader.next_nonspace()
-            yield from reader.accept(closing)
-        calls.end()
-
-    def _closed(self, reader: Reader) -> Steps[None]:
-        """The mark that closes a call. Without it an answer or a section may end, or a next call begin."""
-        if not self.close or not (yield from reader.next_nonspace()) or (yield from reader.accept(self.close)):
-            return
-        for following in (self.open, *self.section[1:]):
-            if (yield from reader.follows(following)):
-                return
-        raise Broken("there is text after its arguments.")
+        ends = tuple(filter(None, (self.after.strip(), self.close)))
+        yield from arguments_object(reader, calls, *ends)
+        yield from end_call(reader, calls, *ends, *self.section[1:])

@@ -12,9 +12,11 @@ from __future__ import annotations
 from msgspec import Struct
 
 from phalanx.server.outputs.calls import (
+    ENDED,
     Broken,
     Calls,
     arguments_object,
+    end_call,
     json_string,
     json_text,
     unwrapped,
@@ -55,39 +57,30 @@ class JsonCalls(Struct, frozen=True):
     def read(self, reader: Reader, calls: Calls, opened: str) -> Steps[None]:
         """Read the calls after `opened`, which is "" for an answer that begins with one."""
         close = "" if self.separator else self.close
-        yield from read_objects(reader, calls, bare=not opened, close=close, following=self.open)
+        yield from read_objects(reader, calls, bare=not opened, close=close)
         while self.separator and (yield from reader.next_nonspace()) == self.separator:
             yield from reader.accept(self.separator)
             yield from read_objects(reader, calls, bare=not opened, close=close)
 
 
-def read_objects(
-    reader: Reader, calls: Calls, *, bare: bool = False, close: str = "", following: str = ""
-) -> Steps[None]:
-    """Read one call, or a list of calls, and `close` after it. A next call begins with `following`."""
+def read_objects(reader: Reader, calls: Calls, *, bare: bool = False, close: str = "") -> Steps[None]:
+    """Read one call, or a list of calls, and `close` after it, which may be missing."""
+    marks = (close,) if close else ()
     if (yield from reader.next_nonspace()) != "[":
         yield from read_object(reader, calls, bare=bare)
-        yield from _closed(reader, calls, close, following)
+        yield from end_call(reader, calls, *marks)
         return
     yield from reader.accept("[")
     while True:
         yield from read_object(reader, calls, bare=bare)
-        char = yield from reader.next_nonspace()
-        if char not in ("]", ","):
-            raise Broken("the list of calls is not JSON.")
-        yield from reader.accept(char)
-        if char == "]":
-            yield from _closed(reader, calls, close, following)
+        while (yield from reader.next_nonspace()) == "}":  # one too many
+            yield from reader.accept("}")
+        if (yield from reader.accept("]")):
+            yield from end_call(reader, calls, *marks)
             return
         calls.end()
-
-
-def _closed(reader: Reader, calls: Calls, close: str, following: str) -> Steps[None]:
-    """The end of the last call, with the mark that closes it. Without one an answer may end, or a next call begin."""
-    if close and (yield from reader.next_nonspace()) and not (yield from reader.accept(close)):
-        if not following or not (yield from reader.follows(following)):
-            raise Broken("there is text after its JSON.")
-    calls.end()
+        if not (yield from reader.accept(",")):
+            raise Broken("the list of calls is not JSON." if (yield from reader.peek()) else ENDED)
 
 
 def read_object(reader: Reader, calls: Calls, *, bare: bool) -> Steps[None]:
@@ -145,6 +138,6 @@ def _next_member(reader: Reader) -> Steps[str]:
     if following == "}":
         return following
     if following != ",":
-        raise Broken("the answer ended inside." if not following else "it is not JSON.")
+        raise Broken("it is not JSON." if following else ENDED)
     yield from reader.accept(",")
     return "" if (yield from reader.next_nonspace()) == "}" else ","

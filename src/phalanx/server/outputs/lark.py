@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from phalanx.server.fields.json_schemas import bounded
@@ -62,6 +63,13 @@ class Lark:
         name = f"{kind}{len(self._lines)}" if kind == "r" else f"{kind}_{len(self._lines)}"
         self._lines.append(f"{name}: {expression}")
         return name
+
+
+def schemas_in(grammar: str) -> Iterator[dict[str, Any]]:
+    """The JSON schemas that stand in a Lark grammar, as `Lark.json` writes them."""
+    for found in re.finditer(r"%json\s*(?=\{)", grammar):
+        with contextlib.suppress(ValueError, RecursionError):  # not JSON: the compiler says so
+            yield json.JSONDecoder().raw_decode(grammar, found.end())[0]
 
 
 def pattern(expression: str) -> str:

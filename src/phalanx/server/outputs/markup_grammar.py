@@ -97,7 +97,7 @@ def call_in_gemma(lark: Lark, form: GemmaCalls, tool: ToolDefinition) -> str:
         value = lark.json(parameter.with_definitions(parameter.schema))
         if parameter.types == {"string"}:
             texts = _choices(parameter) if _has_choices(parameter) else None
-            value = " ".join([lark.text(form.quote), _free_text(lark, parameter, form.quote, texts)])
+            value = " ".join([lark.text(form.quote), _free_text(lark, parameter, (form.quote,), texts)])
         members.append((lark.rule(f"{lark.text(parameter.name + ':')} {value}"), parameter.required))
     return lark.rule(f"{lark.text(f'call:{tool.name}' + '{')} {_listed(lark, members, ',')} {lark.text('}')}")
 
@@ -129,8 +129,8 @@ def _value(lark: Lark, form: MarkupCalls, parameter: CallParameter) -> str:
         return f"{lark.text(form.pad)} {value} {close}".strip()
     if _has_choices(parameter):
         texts = [text for text in _choices(parameter) if _survives(form, text, parameter)]
-        return f"{lark.text(form.pad)} {_free_text(lark, parameter, form.parameter[1], texts, form.pad)}".strip()
-    value = _free_text(lark, parameter, form.parameter[1], None, form.pad, form)
+        return f"{lark.text(form.pad)} {_free_text(lark, parameter, form.ends, texts, form.pad)}".strip()
+    value = _free_text(lark, parameter, form.ends, None, form.pad, form)
     others = [lark.json(parameter.with_definitions(part)) for part in _other_types(parameter)]
     alternatives = [value, *(f"{other} {close}" for other in others)]
     return f"{lark.text(form.pad)} ({' | '.join(alternatives)})".strip()
@@ -149,8 +149,8 @@ def _choices(parameter: CallParameter) -> list[str]:
 def _survives(form: MarkupCalls, text: str, parameter: CallParameter) -> bool:
     """Whether the reader of the format makes one of the allowed values of this text."""
     if form.is_string(parameter.schema, parameter.root):
-        string = values.StreamedString(form.trim, may_be_null=form.rule in ("qwen", "minimax"))
-        read = string.add(form.pad + text + form.pad) + string.finish()
+        string = values.StreamedString(form.pad, may_be_null=form.rule in ("qwen", "minimax"))
+        read = string.add(form.pad + text + form.pad) + string.finish(form.pad)
     else:
         read = form.convert(form.pad + text + form.pad, parameter.schema, parameter.root)
     allowed = parameter.schema.get("enum", [parameter.schema.get("const")])
@@ -170,22 +170,22 @@ def _other_types(parameter: CallParameter) -> Iterator[dict[str, Any]]:
 def _free_text(
     lark: Lark,
     parameter: CallParameter,
-    close: str,
+    marks: Sequence[str],
     texts: Sequence[str] | None,
     pad: str = "",
     form: MarkupCalls | None = None,
 ) -> str:
-    """An expression for a text, one of `texts` if they are given, and the mark `close` after it."""
+    """An expression for a text without any of `marks`, or for one of `texts`, and the first mark after it."""
+    close = marks[0]
     if texts is not None:
-        texts = [text for text in texts if close not in text]
+        texts = [text for text in texts if not any(mark in text for mark in marks)]
         if not texts:
             raise GrammarUnsupported(f"tool {parameter.tool.name!r}: no value of {parameter.name!r} can be written")
         return "(" + " | ".join(lark.text(text + pad + close) for text in texts) + ")"
-    conditions = [pattern("(?s:.*)"), "~" + pattern(f"(?s:.*){literal(close)}(?s:.*)"), *_conditions(parameter)]
+    excluded = "|".join(map(literal, marks))
+    conditions = [pattern("(?s:.*)"), "~" + pattern(f"(?s:.*)({excluded})(?s:.*)"), *_conditions(parameter)]
     if form and form.rule in ("qwen", "minimax", "minicpm"):
         conditions.append("~" + pattern(r"\s*(?i:null)\s*"))
-    if form and form.trim == "space":
-        conditions.append(pattern(r"(\S(?s:.*\S)?)?"))
     if form and form.rule == "minicpm":
         conditions.append(pattern(r"[^<]*"))
     if form and parameter.types != {"string"}:  # what looks like another type would be read as that

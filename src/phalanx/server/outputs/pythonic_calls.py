@@ -12,7 +12,7 @@ import re
 from msgspec import Struct
 
 from phalanx.server.outputs import values
-from phalanx.server.outputs.calls import MAX_NAME, Broken, Calls
+from phalanx.server.outputs.calls import ENDED, MAX_NAME, Broken, Calls, end_call
 from phalanx.server.outputs.json_scanner import is_json
 from phalanx.server.outputs.reader import Reader, Steps, marks_of
 
@@ -50,17 +50,17 @@ class PythonicCalls(Struct, frozen=True):
         following = ","
         while following == ",":
             yield from self._call(reader, calls)
-            following = yield from reader.next_nonspace()
+            while (following := (yield from reader.next_nonspace())) == ")":  # one too many
+                yield from reader.accept(")")
             if following not in (",", "]"):
                 raise Broken("the list of calls is not closed.")
             yield from reader.accept(following)
             if following == "," and (yield from reader.next_nonspace()) == "]":  # Python allows it
                 following = "]"
                 yield from reader.accept("]")
-            if following == "]":
-                yield from reader.next_nonspace()
-                yield from reader.accept(self.close)
-            calls.end()
+            if following == ",":
+                calls.end()
+        yield from end_call(reader, calls, self.close)
 
     def _call(self, reader: Reader, calls: Calls) -> Steps[None]:
         """Read `name(key=value, ...)`."""
@@ -91,7 +91,7 @@ def _expression(reader: Reader) -> Steps[str]:
     """Take an argument's value, up to the comma or bracket after it."""
     parts: list[str] = []
     if not (yield from reader.through(ExpressionScanner().take, parts.append)):
-        raise Broken("the answer ended inside.")
+        raise Broken(ENDED)
     return "".join(parts).strip()
 
 

@@ -95,6 +95,29 @@ class Reader:
             yield
         return self._text.startswith(literal, self._at)
 
+    def after_space(self, *literals: str) -> Steps[str | None]:
+        """The one of `literals` that follows, behind white space or not; "" at the end, None before other text.
+
+        Nothing is taken.
+        """
+        spaces: list[str] = []
+        while (char := (yield from self.peek())) and char in SPACE:
+            spaces.append(self._take(1))
+        found = None if char else ""
+        for literal in literals:
+            if found is None and (yield from self.follows(literal)):
+                found = literal
+        self.give_back("".join(spaces))
+        return found
+
+    def head(self, marks: Marks, most: int) -> Steps[str]:
+        """The text before the first of `marks`, or of the first `most` characters. Nothing is taken."""
+        parts: list[str] = []
+        mark = yield from self.until(marks, parts.append, most)
+        text = "".join(parts)
+        self.give_back(text + mark)
+        return text
+
     def until(self, marks: Marks, emit: Callable[[str], object], most: int | None = None) -> Steps[str]:
         """Hand the text before the first of `marks` to `emit`, take the mark and return it.
 
@@ -134,6 +157,17 @@ class Reader:
             if self.ended:
                 return False
             yield
+
+    def give_back(self, text: str) -> None:
+        """Undo that `text` was taken last."""
+        self._text = text + self._text[self._at :]
+        self._at = 0
+        n = len(text)
+        while n and self._record is not None:
+            last = self._record.pop()
+            if len(last) > n:
+                self._record.append(last[:-n])
+            n -= min(n, len(last))
 
     def _take(self, n: int) -> str:
         text = self._text[self._at : self._at + n]

@@ -38,10 +38,15 @@ class OutputShapes(Struct, frozen=True):
         texts = (*(self.reasoning.texts if self.reasoning else ()), *(self.tools.format.texts if self.tools else ()))
         return frozenset(token for token in self.added_tokens if any(token in text for text in texts))
 
-    def describe(self) -> str:
-        """For people: "tool calls: hermes, reasoning: think"."""
-        tools = self.tools.name if self.tools else "not recognised"
-        return f"tool calls: {tools}, reasoning: {self.reasoning.name if self.reasoning else 'none'}"
+    def describe(self, *, shows_tools: bool = True) -> str:
+        """For people: "tool calls: hermes, reasoning: think".
+
+        Args:
+            shows_tools: whether the model's chat template shows it the tools of a request.
+        """
+        calls = self.tools.name if self.tools else "not recognised"
+        reasoning = self.reasoning.name if self.reasoning else "none"
+        return f"tool calls: {calls if shows_tools else 'none'}, reasoning: {reasoning}"
 
     def without_tools(self) -> OutputShapes:
         """The shapes for a request without tools. (Harmony's channels are there all the same.)"""
@@ -91,13 +96,19 @@ def reasoning_parsers() -> list[str]:
 
 
 def make_parser(
-    shapes: OutputShapes, *, tools: Sequence[ToolDefinition], in_reasoning: bool, parse_tools: bool
+    shapes: OutputShapes,
+    *,
+    tools: Sequence[ToolDefinition],
+    in_reasoning: bool,
+    parse_tools: bool,
+    is_bound: bool = False,
 ) -> OutputParser | None:
     """What takes one answer's text apart; None if the text is all content.
 
     Args:
         in_reasoning: the prompt ends inside of reasoning (`ReasoningShape.is_open`).
         parse_tools: calls are looked for; else their text is content.
+        is_bound: a grammar says what follows the reasoning: calls, or content in which marks are text.
     """
     if not parse_tools:
         shapes, tools = shapes.without_tools(), ()
@@ -106,7 +117,7 @@ def make_parser(
     form = shapes.tools.format if shapes.tools else None
     if shapes.reasoning is REASONING["openai"]:
         form = TOOLS["openai"]
-    return FormatParser(shapes.reasoning, form, tools, in_reasoning=in_reasoning)
+    return FormatParser(shapes.reasoning, form, tools, in_reasoning=in_reasoning, is_bound=is_bound)
 
 
 def _reasons(shape: ReasoningShape, template: str, added_tokens: Collection[str]) -> bool:

@@ -10,7 +10,7 @@ import ast
 import json
 import warnings
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from phalanx.server.outputs.json_scanner import is_json
 
@@ -18,9 +18,6 @@ MAX_REFERENCES = 8  # that lead from one schema to the next
 MAX_CHOICES = 256  # of one schema, looked at for their types
 MAX_PYTHON = 2**15  # characters of a value that is read as Python; it takes some 40 ms
 MAX_DEPTH = 50  # brackets inside each other in a value that is read as Python
-
-Trim = Literal["newline", "space", "none"]
-"""White space at both ends that is not part of a value: one newline, all, or nothing."""
 
 _STRINGS = ("string", "str", "text", "varchar", "char", "enum")
 _BOOLEANS = dict.fromkeys(("true", "1", "yes", "on"), "true") | dict.fromkeys(("false", "0", "no", "off"), "false")
@@ -93,6 +90,8 @@ def convert_typed(text: str, types: Collection[str], *, containers: bool) -> str
 
     `containers`: a value without a declared type that is an object or a list in JSON is one.
     """
+    if not set(types) & set(_STRINGS) and types:
+        text = text.strip()
     if text.lower() == "null":
         return "null"
     if not types:
@@ -157,8 +156,8 @@ def convert_guessed(text: str) -> str:
 
 
 def convert_json(text: str) -> str:
-    """The JSON of a value that is written as JSON, and of any other text as a string (Muse)."""
-    return text.strip() if is_json(text) else to_json(text.strip())
+    """The JSON of a value that is written as JSON, and of any other text as a string (Muse, Kimi K3)."""
+    return text.strip() if is_json(text) else to_json(text)
 
 
 def python_json(text: str) -> str:
@@ -210,50 +209,43 @@ def _constant(text: str) -> str | None:
 
 
 class StreamedString:
-    """A string's JSON, as its text comes: white space at its ends is left out, and `null` may be no string."""
+    """A string's JSON, as its text comes.
 
-    def __init__(self, trim: Trim, *, may_be_null: bool) -> None:
-        self._trim = trim
+    Args:
+        before: white space that the format puts before a value: one character, or none.
+        may_be_null: the text `null` is no string.
+    """
+
+    def __init__(self, before: str, *, may_be_null: bool) -> None:
+        self._before = before
         self._may_be_null = may_be_null
-        self._at_start = True
-        self._spaces: list[str] = []  # white space that may be the value's end
+        self._newline = ""  # a newline that may be the format's, after the value
         self._held = ""  # a beginning of null
         self._begun = False  # the opening quote was sent
 
     def add(self, text: str) -> str:
         """JSON that is certain with this text."""
-        text = self._held + self._trimmed(text)
-        self._held = ""
+        if not text:
+            return ""
+        text = self._newline + text.removeprefix(self._before)
+        self._before = ""
+        body = text.removesuffix("\n")
+        self._newline = text[len(body) :]
+        return self._certain(self._held + body)
+
+    def finish(self, after: str) -> str:
+        """The JSON that is left, with the closing quote. `after`: white space that is the format's, if it is there."""
+        rest = self._held + self._newline.removesuffix(after)
+        if self._may_be_null and not self._begun and rest.lower() == "null":
+            return "null"
+        return self._quoted(rest) + '"'
+
+    def _certain(self, text: str) -> str:
         if self._may_be_null and not self._begun and "null".startswith(text.lower()):
             self._held = text
             return ""
+        self._held = ""
         return self._quoted(text)
-
-    def finish(self) -> str:
-        """The JSON that is left, with the closing quote."""
-        if self._held.lower() == "null":
-            return "null"
-        return self._quoted(self._held) + '"'
-
-    def _trimmed(self, text: str) -> str:
-        """What is certain not to be white space at an end of the value."""
-        if self._trim == "none":
-            return text
-        if self._at_start and text:
-            text = text.lstrip() if self._trim == "space" else text.removeprefix("\n")
-            self._at_start = self._trim == "space" and not text
-        body = text.rstrip() if self._trim == "space" else text.removesuffix("\n")
-        end = text[len(body) :]
-        if self._trim == "newline" and end and not body:
-            body = "".join(self._spaces)  # a newline before the last one
-            self._spaces = [end]
-            return body
-        if body:
-            body = "".join(self._spaces) + body
-            self._spaces = []
-        if end:
-            self._spaces.append(end)
-        return body
 
     def _quoted(self, text: str) -> str:
         opening = "" if self._begun else '"'

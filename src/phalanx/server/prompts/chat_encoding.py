@@ -15,8 +15,9 @@ from msgspec.structs import replace
 
 from phalanx.server.answers.answer_parts import Written
 from phalanx.server.answers.call_memory import CallMemory, Turn
-from phalanx.server.answers.generation import Reading
+from phalanx.server.answers.generation import ParserConfig
 from phalanx.server.fields.refusals import unsupported
+from phalanx.server.fields.schema_numbers import check_numbers
 from phalanx.server.outputs.lark import GrammarUnsupported
 from phalanx.server.outputs.output_grammars import tool_grammar, with_reasoning
 from phalanx.server.outputs.pieces import OutputParser
@@ -34,7 +35,7 @@ class Encoded(Struct, frozen=True, kw_only=True):
     is_recalled: bool = False  # see `Rendered`
     answer: AnswerGrammar | None = None  # takes the place of the options' own
     whole: Whole = answer_alone  # of the answer's grammar, that of the model's whole output
-    reading: Reading | None = None
+    reading: ParserConfig | None = None
 
 
 def either(one: str, other: str) -> str:
@@ -94,10 +95,14 @@ class ChatEncoder:
         tools = request.tools
         if tools is None or not (tools.required or request.options.answer):
             return encoded
+
+        def grammar() -> dict[str, Any]:
+            for tool in tools.tools:
+                check_numbers(tool.parameters, tool.field)
+            return tool_grammar(self._shapes, tools.tools, parallel=tools.parallel)
+
         try:
-            calls = await self._prompts.run(
-                tools.n_chars, lambda: tool_grammar(self._shapes, tools.tools, parallel=tools.parallel)
-            )
+            calls = await self._prompts.run(tools.n_chars, grammar)
         except GrammarUnsupported as error:
             raise unsupported("tools", f"where calls have a grammar: {error}") from error
         whole = self._whole(in_reasoning, is_calls=True)
@@ -113,19 +118,25 @@ class ChatEncoder:
             return answer_alone
         return partial(with_reasoning, shapes=self._shapes, in_reasoning=in_reasoning, is_calls=is_calls)
 
-    def _reading(self, request: ChatRequest, rendered: Rendered, in_reasoning: bool, owner: str) -> Reading:
+    def _reading(self, request: ChatRequest, rendered: Rendered, in_reasoning: bool, owner: str) -> ParserConfig:
         tools = request.tools
 
         def parser() -> OutputParser | None:
             offered = () if tools is None else tools.tools
-            return make_parser(self._shapes, tools=offered, in_reasoning=in_reasoning, parse_tools=tools is not None)
+            return make_parser(
+                self._shapes,
+                tools=offered,
+                in_reasoning=in_reasoning,
+                parse_tools=tools is not None,
+                is_bound=request.options.answer is not None,
+            )
 
         def remember(written: Written, tokens: list[int]) -> None:
             if self._memory is not None:
                 turn = Turn(before=rendered.digest, written=written, tokens=array("i", rendered.tokens + tokens))
                 self._memory.remember(owner, turn)
 
-        return Reading(
+        return ParserConfig(
             parser=parser,
             marks=self._marks_without_tools if tools is None else self._marks,
             one_call=tools is not None and not tools.parallel,

@@ -19,13 +19,13 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from phalanx.errors import GrammarRefused, InvalidRequest
+from phalanx.server.fields.refusals import show_place
 from phalanx.server.requests.parsed import AnswerGrammar
 from phalanx.text.grammar import COMPILE_STACK, GrammarCompiler
 from phalanx.text.grammar_process import TOO_COMPLEX, GrammarTrial
 from phalanx.text.tokenizer import Tokenizer
 
 THREADS = 2  # so that a key's grammar does not wait for that of one other
-MAX_PLACE = 400  # characters of a schema's place that an error repeats; names in a schema may be long
 KEPT = 64  # results; a grammar has 128 KiB at most
 
 Key = tuple[str, bool, str]
@@ -53,6 +53,15 @@ class GrammarChecks:
         self._threads = _threads_with_deep_stacks()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by owner
         self._kept: OrderedDict[Key, str | InvalidRequest] = OrderedDict()  # latest used last
+
+    def prepare(self) -> None:
+        """Begin what the first grammar would wait for: the process that tries it, and the vocabulary. Returns at once.
+
+        An error is not lost: the first grammar meets it again.
+        """
+        if self._compiler is not None:
+            self._threads.submit(self._trial.start)
+            self._threads.submit(self._compiler.prepare)
 
     async def output_grammar(self, answer: AnswerGrammar | None, owner: str, whole: Whole = answer_alone) -> str:
         """The grammar of a model's whole output, which the engine can compile; empty if the output may be any text.
@@ -138,7 +147,5 @@ def _threads_with_deep_stacks() -> ThreadPoolExecutor:
 
 
 def _refusal(answer: AnswerGrammar, reason: str, place: str | None = None) -> InvalidRequest:
-    where = f"{answer.place}.{place}" if place else answer.place
-    if len(where) > MAX_PLACE:
-        where = f"{where[:MAX_PLACE]}..."
+    where = show_place(f"{answer.place}.{place}" if place else answer.place)
     return InvalidRequest(f"{where} cannot be compiled: {reason.rstrip('.')}.", param=answer.param)

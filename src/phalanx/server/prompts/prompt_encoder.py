@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from phalanx.errors import InvalidRequest
 from phalanx.memory import trim_heap
 from phalanx.server.answers.call_memory import CallMemory
-from phalanx.server.prompts.rendering import TAIL, Rendered, continued, render
+from phalanx.server.prompts.rendering import TAIL, Rendered, continued, in_order_of_calls, render
 from phalanx.server.requests.parsed import Conversation
 from phalanx.text.tokenizer import Tokenizer
 
@@ -59,24 +59,26 @@ class Prompts:
             InvalidRequest: there is no template, it refuses these messages, or they are much too long.
         """
 
+        asked = in_order_of_calls(conversation)
+
         def work() -> Rendered:
-            recalled, known, tokens = None, conversation, begun
+            recalled, known, tokens = None, asked, begun
             if memory is not None:
-                recalled = memory.recall(owner, conversation.messages, conversation.template_kwargs)
+                recalled = memory.recall(owner, asked.messages, asked.template_kwargs)
                 if begun is None:
-                    known = replace(conversation, messages=recalled.messages)
+                    known = replace(asked, messages=recalled.messages)
             text = render(self.tokenizer, known)
-            self._refuse_if_too_long(text, limit, conversation.field)
+            self._refuse_if_too_long(text, limit, asked.field)
             if begun is None and recalled is not None and recalled.last is not None:
                 tokens = continued(self.tokenizer, known, text, *recalled.last)
             return Rendered(
                 tokens=tokens or self.tokenizer.encode(text, add_special_tokens=False),
                 tail=text[-TAIL:],
                 digest=b"" if recalled is None else recalled.digest,
-                is_recalled=bool(tokens) or known.messages != conversation.messages,
+                is_recalled=bool(tokens) or known.messages != asked.messages,
             )
 
-        size = conversation.n_chars + MESSAGE_CHARS * len(conversation.messages)
+        size = asked.n_chars + MESSAGE_CHARS * len(asked.messages)
         return await self.run(size, work)
 
     async def encode(self, prompt: str | list[int], *, add_special_tokens: bool = True, limit: int) -> list[int]:

@@ -8,7 +8,7 @@ tools that it moves to the last question), its own rendering counts. Does not kn
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -65,18 +65,51 @@ def system_in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def in_order_of_calls(conversation: Conversation) -> Conversation:
+    """The conversation with results of tools in the order of the calls: templates without ids pair them by that.
+
+    Results change places with each other between two messages of the assistant; other messages stay where they are.
+    """
+    messages, found = conversation.messages, list(conversation.messages)
+    order: dict[str, int] = {}  # id of a call of the last answer -> its place among them
+    places: dict[int, int] = {}  # index of a result after that answer -> the place of its call
+
+    def settle() -> None:
+        for index, origin in zip(places, sorted(places, key=places.__getitem__), strict=True):
+            found[index] = messages[origin]
+
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            settle()
+            places.clear()
+            order = {call["id"]: place for place, call in enumerate(message.get("tool_calls", ()))}
+        elif message["role"] == "tool" and message["tool_call_id"] in order:
+            places[index] = order[message["tool_call_id"]]
+    settle()
+    if found == messages:
+        return conversation
+    return replace(conversation, messages=found, is_as_sent=False)
+
+
 def _render(tokenizer: Tokenizer, conversation: Conversation, messages: list[dict[str, Any]]) -> str:
     try:
         return tokenizer.render_chat(
             messages,
             add_generation_prompt=conversation.add_generation_prompt,
             continue_final_message=conversation.continue_final_message,
-            template_kwargs=conversation.template_kwargs,
+            template_kwargs=_named_for(tokenizer.template_source, conversation.template_kwargs),
         )
     except InvalidRequest as error:
         if conversation.is_as_sent and messages is conversation.messages:
             raise
         raise _without_number(error, conversation.field) from error
+
+
+def _named_for(template: str, variables: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The variables with `enable_thinking` by the name that DeepSeek's, Kimi's and Granite's templates have for it."""
+    if "enable_thinking" in template or "thinking" not in template or "enable_thinking" not in variables:
+        return variables
+    return {"thinking": variables["enable_thinking"], **variables}
 
 
 def _without_number(error: InvalidRequest, field: str) -> InvalidRequest:

@@ -20,6 +20,7 @@ from phalanx.server.fields.json_fields import (
     Readers,
     at_most,
     decode,
+    of_type,
     read_arguments,
     read_dict,
     read_items,
@@ -45,16 +46,18 @@ from phalanx.server.fields.openai_bodies import (
     DetokenizeBody,
     FunctionBody,
     JsonSchemaFormat,
+    ReasoningOptions,
     ResponseFormatBody,
     SamplingBody,
     StreamOptions,
     StructuredOutputs,
+    ThinkingOptions,
     TokenizeBody,
-    TolerantBody,
     ToolBody,
     ToolCallBody,
+    UsageOptions,
 )
-from phalanx.server.fields.refusals import ANSWER_FORMATS, ONLY_FUNCTIONS, ONLY_TEXT, foreign_type
+from phalanx.server.fields.refusals import ANSWER_FORMATS, ONLY_FUNCTIONS, ONLY_TEXT
 
 IDS_BYTES = 1 << 18  # token ids converted in one call, in 2 ms
 
@@ -84,23 +87,8 @@ def parse_body(data: bytes, kind: type[B], max_ids: int, readers: Readers | None
 # -- fields that may be large --------------------------------------------------------------------------------------
 
 
-class _Typed(TolerantBody):
-    """An object of which only the type is read."""
-
-    type: str | None = None
-
-
 def _of_type(kind: type[B], types: tuple[str, ...], detail: str) -> Callable[[bytes, str], B]:
-    """Reads an object of one of these types. One of another type is refused because of that, not of its fields."""
-
-    def read(data: bytes, path: str) -> B:
-        try:
-            return read_object(data, kind, path, LARGE)
-        except InvalidRequest as error:
-            found = read_object(data, _Typed, path, {}).type
-            raise error if found is None or found in types else foreign_type(path, found, detail) from None
-
-    return read
+    return lambda data, path: of_type(kind, types, detail, LARGE)(data, path)
 
 
 def _messages(data: bytes, path: str) -> list[ChatMessage]:
@@ -184,24 +172,26 @@ LARGE: Readers = {
     (ChatMessage, "reasoning_content"): read_text,
     (ChatMessage, "reasoning"): read_text,
     (ContentPart, "text"): read_text,
-    **{(ContentPart, name): unread for name in ("image_url", "input_audio", "file")},
-    **{(ChatMessage, name): unread for name in INERT_IN_HISTORY},
-    (ContentPart, "cache_control"): unread,
+    **{(ChatMessage, name): unread for name in (*INERT_IN_HISTORY, "function_call")},
     (ChatMessage, "tool_calls"): _tool_calls,
     (ToolCallBody, "function"): _object_of(CalledFunctionBody),
-    **{(ToolCallBody, name): unread for name in ("index", "cache_control", "provider_specific_fields")},
+    (ToolCallBody, "provider_specific_fields"): unread,
     (CalledFunctionBody, "arguments"): read_arguments,
     (CalledFunctionBody, "parsed_arguments"): unread,
     (ChatBody, "tools"): at_most(TOOLS_BYTES, _tools),
     (ToolBody, "function"): _object_of(FunctionBody),
-    (ToolBody, "cache_control"): unread,
     (FunctionBody, "description"): read_text,
     (FunctionBody, "parameters"): read_variables,
     (ChatBody, "functions"): unread_list,
+    (ChatBody, "prediction"): unread,
+    (ChatBody, "thinking"): _object_of(ThinkingOptions),
+    (ChatBody, "reasoning"): _object_of(ReasoningOptions),
+    (SamplingBody, "usage"): _object_of(UsageOptions),
     (SamplingBody, "stream_options"): _object_of(StreamOptions),
     (SamplingBody, "response_format"): _of_type(
-        ResponseFormatBody, ("text", "json_object", "json_schema"), ANSWER_FORMATS
+        ResponseFormatBody, ("text", "json_object", "json", "json_schema"), ANSWER_FORMATS
     ),
+    **{(ResponseFormatBody, name): at_most(SCHEMA_BYTES, read_dict) for name in ("schema", "value")},
     (ResponseFormatBody, "json_schema"): _object_of(JsonSchemaFormat),
     (JsonSchemaFormat, "schema"): at_most(SCHEMA_BYTES, read_dict),
     (SamplingBody, "structured_outputs"): _object_of(StructuredOutputs),

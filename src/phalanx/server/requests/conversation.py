@@ -5,6 +5,7 @@ Does not know chat templates: the tokenizer applies them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from phalanx.server.fields.refusals import ONLY_FUNCTIONS, ONLY_TEXT, check_dept
 from phalanx.server.requests.parsed import ApiModel, Conversation
 
 ROLES = ("system", "user", "assistant", "tool")
+MAX_IDS = 200  # characters of the ids of calls that an error repeats
 
 
 def parse_conversation(body: ChatBody | TokenizeBody, kwargs: dict[str, Any], served: ApiModel) -> Conversation:
@@ -24,8 +26,8 @@ def parse_conversation(body: ChatBody | TokenizeBody, kwargs: dict[str, Any], se
     """
     if not body.messages:
         raise invalid("messages", "messages is empty; send at least one.")
-    called: dict[str, str] = {}  # id of a call -> the function's name
-    messages = [_message(message, f"messages[{i}]", called) for i, message in enumerate(body.messages)]
+    calls = CallsSoFar()
+    messages = [_message(message, f"messages[{i}]", calls) for i, message in enumerate(body.messages)]
     continues = bool(body.continue_final_message)
     generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     if continues and generates:
@@ -58,7 +60,40 @@ def parse_prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | list
     return prompts
 
 
-def _message(message: ChatMessage, where: str, called: dict[str, str]) -> dict[str, Any]:
+class CallsSoFar:
+    """The calls of a history up to one of its messages, for the results that follow. A later answer may repeat ids."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}  # id of a call -> the function's name
+        self._open: Counter[str] = Counter()  # id of a call in the last answer -> its results that are to come
+
+    def answer(self, calls: Sequence[Mapping[str, Any]]) -> None:
+        """An answer of the assistant made these calls, or none."""
+        self._names.update((call["id"], call["function"]["name"]) for call in calls)
+        self._open = Counter(call["id"] for call in calls)
+
+    def result(self, id: str, where: str) -> dict[str, Any]:
+        """What a result's message has of its call: the id, and the function's name, which some templates write.
+
+        A call that the client left out of the history is unknown. A result of an earlier answer's call passes.
+
+        Raises:
+            InvalidRequest: the last answer has no such call though it has some, or the call has its result already;
+                names the field `where`.
+        """
+        if id in self._open:
+            if not self._open[id]:
+                raise invalid(where, f"{where}: the call {id[:80]!r} has a result already; send one for each call.")
+            self._open[id] -= 1
+        elif self._open and id not in self._names:
+            known = ", ".join(map(repr, self._open))
+            known = known if len(known) <= MAX_IDS else f"{known[:MAX_IDS]}..."
+            raise invalid(where, f"{where} is {id[:80]!r}, but the calls of the answer before it are {known}.")
+        found = {"tool_call_id": id}
+        return {**found, "name": self._names[id]} if id in self._names else found
+
+
+def _message(message: ChatMessage, where: str, calls: CallsSoFar) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role  # no template knows both
     if role == "function":
         raise unsupported(f"{where}.role", "send the role 'tool', with the tool_call_id of the call")
@@ -71,17 +106,18 @@ def _message(message: ChatMessage, where: str, called: dict[str, str]) -> dict[s
     reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
     if reasoning is not None:
         parsed["reasoning_content"] = reasoning
+    if message.function_call is not None:
+        raise unsupported(f"{where}.function_call", "send tool_calls")
     if message.tool_calls:
         if role != "assistant":
             raise invalid(f"{where}.tool_calls", f"{where}.tool_calls: only an assistant calls tools, not a {role}.")
         parsed["tool_calls"] = _calls(message.tool_calls, f"{where}.tool_calls")
-        called.update({call.id: call.function.name for call in message.tool_calls})
+    if role == "assistant":
+        calls.answer(parsed.get("tool_calls", ()))
     if role == "tool":
         if not message.tool_call_id:
             raise invalid(f"{where}.tool_call_id", f"{where}.tool_call_id is missing; which call does it answer?")
-        parsed["tool_call_id"] = message.tool_call_id
-        if (name := called.get(message.tool_call_id)) is not None:
-            parsed.setdefault("name", name)  # some templates write it
+        parsed = {**calls.result(message.tool_call_id, f"{where}.tool_call_id"), **parsed}
     elif message.tool_call_id is not None:
         raise invalid(f"{where}.tool_call_id", f"{where}.tool_call_id goes with the role tool, not with {role}.")
     return parsed
@@ -127,9 +163,6 @@ def _content(message: ChatMessage, where: str) -> str:
         field = f"{where}.content[{i}]"
         if part.type != "text":
             raise foreign_type(field, part.type, ONLY_TEXT)
-        for name in ("image_url", "input_audio", "file"):
-            if getattr(part, name) is not None:
-                raise unsupported(f"{field}.{name}", ONLY_TEXT)
         if part.text is None:
             raise invalid(f"{field}.text", f"{field}.text is missing.")
         texts.append(part.text)

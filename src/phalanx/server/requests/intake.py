@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import aclosing, nullcontext
+from contextlib import nullcontext
 from typing import TypeVar
 
-from phalanx.errors import RequestTooLarge
 from phalanx.http.body_budget import BodyLease
-from phalanx.http.content_encoding import decoding_of
-from phalanx.http.http_exchange import Upload
+from phalanx.http.content_encoding import Upload, read_body
 from phalanx.http.media_types import require_json
 from phalanx.http.shares import Shares
 from phalanx.http.stream_records import RESUME_BYTES
@@ -85,7 +83,7 @@ class Intake:
         with own as taken, _lease(self._before, "") as before:
             try:
                 before.grow(n_before)
-                body = await self._receive(request, taken, n_before)
+                body = await read_body(request, self._max_bytes, taken, n_before=n_before)
                 max_ids = self._context() or self._max_bytes
                 if len(body) <= INLINE_BYTES:
                     return parse(parse_body(body_in(body), kind, max_ids, readers))
@@ -95,30 +93,8 @@ class Intake:
                 if taken.n_bytes + before.n_bytes > TRIM_BYTES:
                     await asyncio.to_thread(trim_heap)
 
-    async def _receive(self, request: Upload, memory: BodyLease, n_before: int) -> bytes:
-        most = self._max_bytes + n_before
-        declared = request.headers.get("content-length", "")
-        if declared.isascii() and declared.isdigit() and len(declared) < 20 and int(declared) > most:
-            raise self._too_large()
-        decoding = decoding_of(request.headers.get("content-encoding", ""))
-        body = bytearray()
-        n_received = 0
-        async with aclosing(request.pieces()) as chunks:
-            async for chunk in chunks:
-                n_received += len(chunk)
-                for piece in decoding.feed(chunk):
-                    body += piece
-                    if max(len(body), n_received) > most:
-                        raise self._too_large()
-                    memory.grow(len(body) - n_before)
-                    await asyncio.sleep(0)  # a chunk may decode to a thousand times its size
-        decoding.finish()
-        return bytes(body)
-
-    def _too_large(self) -> RequestTooLarge:
-        return RequestTooLarge(f"The request body is larger than the {self._max_bytes} bytes this server accepts.")
-
 
 def _lease(budget: Shares, owner: str) -> BodyLease:
-    refusal = f"Other large requests are being read; together they may have {budget.capacity} bytes."
+    n = budget.capacity
+    refusal = f"Other large requests are being read; together they may have {n} bytes (by --max-body-mb)."
     return BodyLease(budget, owner, refusal, small=SMALL_BYTES)

@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from phalanx.errors import InvalidRequest
 from phalanx.server.fields.openai_bodies import ChatBody, ToolBody
 from phalanx.server.fields.refusals import ONLY_FUNCTIONS, foreign_type, invalid, unsupported
 from phalanx.server.outputs.pieces import ToolDefinition
@@ -38,6 +39,8 @@ def parse_tools(body: ChatBody, served: ApiModel) -> ToolUse | None:
     _refuse_functions(body)
     chosen = _named(body.tool_choice) if isinstance(body.tool_choice, dict) else body.tool_choice
     named = isinstance(body.tool_choice, dict)
+    if chosen == "any" and not named:  # Mistral's word
+        chosen = "required"
     if chosen not in (None, "none", "auto", "required") and not named:
         known = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
         raise invalid("tool_choice", f"tool_choice is {str(chosen)[:40]!r}; it must be {known}.")
@@ -65,16 +68,32 @@ def choose_tools(defined: Sequence[ToolDefinition], choice: AllowedTools, served
         raise invalid("tool_choice", "tool_choice needs tools.")
     if choice.name is not None and choice.name not in names:
         raise invalid("tool_choice", f"tool_choice names {choice.name[:128]!r}, which is not among the tools.")
+    if not takes_tools(served, must=choice.must):
+        return None
     if not choice.must and not served.auto_tools:
         raise unsupported("tool_choice", '"auto", by --no-enable-auto-tool-choice')
-    if served.shapes.tools is None:
-        detail = "in which form this model writes calls is not known; choose one with --tool-call-parser"
-        raise unsupported("tools", detail)
     return ToolUse(
         tools=tuple(tool for tool in defined if choice.name in (None, tool.name)),
         required=choice.must,
         parallel=choice.parallel,
     )
+
+
+def takes_tools(served: ApiModel, *, must: bool = False) -> bool:
+    """Whether the model takes tools; False if it cannot call any, and they are left out of the request.
+
+    Args:
+        must: the answer has to be a call.
+
+    Raises:
+        InvalidRequest: the model cannot call tools, and they may not be left out; says what to do.
+    """
+    if served.tool_parser is not None:
+        return True
+    if must or served.drop_tools is None:
+        raise _toolless(served, must=must)
+    served.drop_tools()
+    return False
 
 
 def shown_tools(tools: Sequence[ToolDefinition]) -> list[dict[str, Any]]:
@@ -129,6 +148,23 @@ def _definition(tool: ToolBody, where: str) -> ToolDefinition:
     function = tool.function
     fields = (f"{where}.function.name", f"{where}.function.parameters")
     return define(function.name, function.description, function.parameters, fields)
+
+
+def _toolless(served: ApiModel, *, must: bool) -> InvalidRequest:
+    """The error for tools that the model cannot call."""
+    why, remedies = "its chat template does not show them to it", ["serve a model that has tools"]
+    if served.shows_tools:
+        why = "the format in which it writes calls is not known"
+        remedies.append("name its format with --tool-call-parser")
+    if not must:
+        remedies.append("start the server with --tools drop, which leaves optional tools out")
+    *others, last = remedies
+    return InvalidRequest(
+        f"The model {served.names[0]!r} cannot call tools: {why}. "
+        f"{'Require no call' if must else 'Send no tools'}, {''.join(f'{other}, ' for other in others)}or {last}.",
+        param="tool_choice" if must else "tools",
+        code="unsupported_value",
+    )
 
 
 def _named(choice: Mapping[str, Any]) -> str:

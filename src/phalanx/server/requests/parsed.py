@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,17 @@ class ApiModel(Struct, frozen=True, kw_only=True):
     eos_ids: frozenset[int]
     template_kwargs: Mapping[str, object]
     shapes: OutputShapes = OutputShapes()  # in which the model writes calls and reasoning
+    shows_tools: bool = True  # the model's chat template shows it the tools of a request
+    drop_tools: Callable[[], None] | None = None  # is told that a request's tools are left out; None: they are refused
     auto_tools: bool = True  # tools may be called where a request does not say so
+
+    @property
+    def tool_parser(self) -> str | None:
+        """The format of the model's calls; None if it cannot call tools.
+
+        It can if its template shows it the tools, and if the format in which it writes calls is known.
+        """
+        return self.shapes.tools.name if self.shapes.tools is not None and self.shows_tools else None
 
 
 class AnswerGrammar(Struct, frozen=True, kw_only=True):

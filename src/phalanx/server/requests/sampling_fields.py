@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from phalanx.errors import UnknownModel
+from phalanx.http.model_lists import name_meant
 from phalanx.server.fields.openai_bodies import SamplingBody, StreamOptions
 from phalanx.server.fields.refusals import count, in_range, invalid, show, unsupported
 from phalanx.server.requests.parsed import ApiModel, GenerationDefaults, Options
@@ -63,7 +64,7 @@ def parse_options(body: SamplingBody, served: ApiModel, max_tokens: int | None, 
         model=model,
         n=n,
         stream=bool(body.stream),
-        include_usage=bool(stream_options.include_usage),
+        include_usage=bool(stream_options.include_usage) or (body.usage is not None and bool(body.usage.include)),
         continuous_usage=bool(stream_options.continuous_usage_stats),
         timing=bool(body.timing),
         speculation=bool(body.speculation),
@@ -85,20 +86,21 @@ def parse_options(body: SamplingBody, served: ApiModel, max_tokens: int | None, 
 
 
 def resolve_model(name: str | None, served: ApiModel) -> str:
-    """The requested name, or the default one.
+    """The served name that is meant, or the default one.
 
     Raises:
         UnknownModel: this server does not serve a model of that name.
     """
-    if name is None or name == served.hidden_name:
+    if name is None:
         return served.names[0]
-    if name not in served.names:
+    found = name_meant(name, served.names if served.hidden_name is None else (*served.names, served.hidden_name))
+    if found is None:
         raise UnknownModel(
             f"The model {name[:200]!r} is not served here; this server has {', '.join(served.names)}.",
             param="model",
             code="model_not_found",
         )
-    return name
+    return found if found in served.names else served.names[0]
 
 
 def _refuse_what_is_not_neutral(body: SamplingBody) -> None:

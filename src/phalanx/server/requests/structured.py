@@ -14,13 +14,16 @@ import msgspec
 from phalanx.server.fields.json_schemas import bounded, check_size
 from phalanx.server.fields.openai_bodies import ResponseFormatBody, SamplingBody, StructuredOutputs
 from phalanx.server.fields.refusals import ANSWER_FORMATS, foreign_type, invalid, unsupported
-from phalanx.server.outputs.lark import literal, pattern
+from phalanx.server.fields.schema_numbers import check_numbers
+from phalanx.server.outputs.lark import literal, pattern, schemas_in
 from phalanx.server.requests.parsed import AnswerGrammar
 
 WHITESPACE = r"[ \t]|\n[ \t]{0,24}"
 """Between two tokens of JSON: as usual on one line, or indented. A small model that may write more of it never ends."""
 MAX_CHOICES = 4096  # as values of an enum (`json_schemas.py`)
 MAX_GRAMMAR_CHARS = 1 << 15  # of a grammar or an expression; SQL takes 5,000
+JSON_OBJECT = ("json_object", "json")
+"""The type of a `response_format` that is a JSON object, and TGI's name for it."""
 KINDS = ("json", "regex", "choice", "grammar", "json_object")  # of structured_outputs
 
 
@@ -54,15 +57,22 @@ def _all(body: SamplingBody) -> Iterator[AnswerGrammar]:
 
 def _response_format(form: ResponseFormatBody) -> Iterator[AnswerGrammar]:
     param = "response_format"
-    if form.type not in ("text", "json_object", "json_schema"):
+    if form.type not in ("text", "json_schema", *JSON_OBJECT):
         raise foreign_type(param, form.type, ANSWER_FORMATS)
     if (form.type == "json_schema") != (form.json_schema is not None):
         what = "needs" if form.json_schema is None else "does not go with"
         raise invalid(f"{param}.json_schema", f"{param} of type {form.type} {what} json_schema.")
+    schemas = {f"{param}.{name}": schema for name in ("schema", "value") if (schema := getattr(form, name)) is not None}
+    if schemas and form.type not in JSON_OBJECT:
+        place = next(iter(schemas))
+        raise invalid(place, f"{place} goes with the type json_object, not with {form.type}.")
+    if len(schemas) > 1:
+        raise invalid(f"{param}.value", f"{' and '.join(schemas)} exclude each other; send one of them.")
     if form.json_schema is not None:
         yield answer_of_schema(param, f"{param}.json_schema.schema", form.json_schema.schema)
-    elif form.type == "json_object":
-        yield answer_of_schema(param, param, {"type": "object"})
+    elif form.type in JSON_OBJECT:
+        place, schema = next(iter(schemas.items()), (param, {}))
+        yield answer_of_schema(param, place, schema or {"type": "object"})
 
 
 def _structured_outputs(form: StructuredOutputs) -> AnswerGrammar:
@@ -119,6 +129,7 @@ def answer_of_schema(
         except (ValueError, RecursionError) as error:
             raise invalid(place, f"{place} is not the text of a JSON object: {error}") from error
     check_size(schema, place)
+    check_numbers(schema, place)
     if "x-guidance" in schema:
         raise unsupported(f"{place}.x-guidance")
     spacing = {"whitespace_flexible": whitespace is not None, "whitespace_pattern": whitespace}
@@ -141,6 +152,9 @@ def _choice(param: str, place: str, choices: Sequence[str]) -> AnswerGrammar:
 def _grammar(param: str, place: str, text: str) -> AnswerGrammar:
     """A Lark grammar, known by its start rule, or GBNF, known by its arrows."""
     _check_length(place, text)
+    for schema in schemas_in(text):
+        check_size(schema, place)
+        check_numbers(schema, place, "%json")
     is_lark = any(line.lstrip().startswith(("start:", "start ", "%llguidance")) for line in text.splitlines())
     if not is_lark and "::=" in text:
         return AnswerGrammar(param=param, place=place, grammar={"lark_grammar": text}, is_gbnf=True)

@@ -14,9 +14,9 @@ from msgspec.structs import replace
 
 from phalanx.errors import InvalidRequest
 from phalanx.server.fields.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from phalanx.server.fields.refusals import check_ids, count, in_range, invalid, unsupported
+from phalanx.server.fields.refusals import check_ids, in_range, invalid, token_limit, unsupported
 from phalanx.server.requests.conversation import parse_conversation, parse_prompts
-from phalanx.server.requests.offered_tools import definitions, parse_tools, shown_tools
+from phalanx.server.requests.offered_tools import definitions, parse_tools, shown_tools, takes_tools
 from phalanx.server.requests.parsed import (
     ApiModel,
     ChatRequest,
@@ -26,6 +26,7 @@ from phalanx.server.requests.parsed import (
     TokenizeRequest,
 )
 from phalanx.server.requests.sampling_fields import MAX_TOP_LOGPROBS, parse_options, resolve_model
+from phalanx.server.requests.thinking_fields import thinking_variables
 from phalanx.types import ModelInfo, SequenceRequest, StopRule
 
 MAX_SCORED_PROMPT = 1 << 16  # log-probabilities of a prompt; they come from the engine at once, and take 45 ms to read
@@ -41,7 +42,14 @@ def parse_chat(body: ChatBody, served: ApiModel) -> ChatRequest:
     """
     _refuse_other_outputs(body)
     tools = parse_tools(body, served)
-    kwargs = template_variables(body.chat_template_kwargs, body.reasoning_effort, body.verbosity)
+    thinking = thinking_variables(
+        effort=body.reasoning_effort,
+        thinking=body.thinking,
+        reasoning=body.reasoning,
+        enabled=body.enable_thinking,
+        budget=body.thinking_budget,
+    )
+    kwargs = template_variables(body.chat_template_kwargs, thinking, body.verbosity)
     return ChatRequest(
         options=parse_options(body, served, _chat_max_tokens(body), _chat_logprobs(body)),
         conversation=parse_conversation(body, kwargs if tools is None else _with_tools(kwargs, body), served),
@@ -50,16 +58,10 @@ def parse_chat(body: ChatBody, served: ApiModel) -> ChatRequest:
 
 
 def template_variables(
-    given: Mapping[str, Any] | None, reasoning_effort: str | None, verbosity: str | None
+    given: Mapping[str, Any] | None, thinking: Mapping[str, Any], verbosity: str | None
 ) -> dict[str, Any]:
     """The variables of a request's chat template. Those that the client names itself win."""
-    variables = dict(given or {})
-    for name, value in (("reasoning_effort", reasoning_effort), ("verbosity", verbosity)):
-        if value is not None:
-            variables.setdefault(name, value)
-    if reasoning_effort == "none":
-        variables.setdefault("enable_thinking", False)
-    return variables
+    return {**thinking, **({} if verbosity is None else {"verbosity": verbosity}), **(given or {})}
 
 
 def parse_completion(body: CompletionBody, served: ApiModel) -> CompletionRequest:
@@ -71,8 +73,8 @@ def parse_completion(body: CompletionBody, served: ApiModel) -> CompletionReques
     if body.suffix:
         raise unsupported("suffix")
     echo = bool(body.echo)
-    max_tokens = count("max_tokens", body.max_tokens, least=0 if echo else 1)
-    if max_tokens is None and served.default_max_tokens is not None:
+    max_tokens = token_limit("max_tokens", body.max_tokens, least=0 if echo else 1)
+    if body.max_tokens is None and served.default_max_tokens is not None:
         max_tokens = max(served.default_max_tokens, body.min_tokens or 0)
     if body.logprobs is not None:
         in_range("logprobs", body.logprobs, 0, MAX_TOP_LOGPROBS)
@@ -104,7 +106,10 @@ def parse_tokenize(body: TokenizeBody, served: ApiModel) -> TokenizeRequest:
     else:
         if body.add_special_tokens is not None:
             raise invalid("add_special_tokens", "add_special_tokens goes with prompt, not with messages.")
-        source = parse_conversation(body, _with_tools(dict(body.chat_template_kwargs or {}), body), served)
+        variables = dict(body.chat_template_kwargs or {})
+        if body.tools and takes_tools(served):
+            variables = _with_tools(variables, body)
+        source = parse_conversation(body, variables, served)
     special = body.add_special_tokens is not False
     return TokenizeRequest(source=source, add_special_tokens=special, with_texts=bool(body.return_token_strs))
 
@@ -224,7 +229,7 @@ def _chat_max_tokens(body: ChatBody) -> int | None:
     old, new = body.max_tokens, body.max_completion_tokens
     if old is not None and new is not None and old != new:
         raise invalid("max_tokens", "max_tokens and max_completion_tokens differ; send one of them.")
-    return count("max_tokens", old, least=1) if new is None else count("max_completion_tokens", new, least=1)
+    return token_limit("max_tokens", old) if new is None else token_limit("max_completion_tokens", new)
 
 
 def _chat_logprobs(body: ChatBody) -> int | None:

@@ -2,8 +2,8 @@
 
 The journal lives in the server and survives the engine, so that streams pause instead of breaking when a rank dies
 (design: Fail-stop, then resume). It listens to the engine, keeps the committed tokens, and submits every unfinished
-sequence again once a new engine is ready; one that may be the cause of crashes alone, and not for ever (S6). It also
-decides whether there is room for one more request (429). Does not know HTTP, text or processes.
+sequence again once a new engine is ready; one that may be the cause of crashes alone, and not for ever (S6). Does not
+know HTTP, text, processes or how many requests there is room for (`queue_room.py`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
-from phalanx.errors import EngineError, EngineUnavailable, PhalanxError, Quarantined, QueueFull, SlowClient
-from phalanx.http.shares import Shares
+from phalanx.errors import EngineError, EngineUnavailable, PhalanxError, Quarantined, SlowClient
 from phalanx.server.sequences.output_queue import OutputQueue, StreamEnd, Timings
+from phalanx.server.sequences.queue_room import TOKEN_BYTES, QueueRoom
 from phalanx.server.sequences.server_metrics import ServerMetrics
 from phalanx.supervision.client import EngineClient
 from phalanx.types import Batch, Cancel, Finish, Finished, ModelInfo, PromptScored, SequenceRequest, Submit, Tokens
@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 UNREAD_TOKENS = 2048  # per request; about 8 KiB of text, or a minute of a fast model
 CRASHES = 2  # a sequence that was being computed during so many crashes is tried alone; after as many alone, no more
 TRIAL_TOKENS = 32  # that a sequence gets alone: more than a step computes, so it passes the place of its last crash
-RETRY_AFTER_S = (1.0, 30.0)  # least and most seconds of a Retry-After header
 
 
 class _JournalEntry:
@@ -79,6 +78,7 @@ class RequestSlots:
         self.output = OutputQueue(limit=UNREAD_TOKENS)
         self._journal = journal
         self.free = n  # slots without a sequence
+        self.prompt_bytes = 0
         self.ids: set[str] = set()
 
     def __enter__(self) -> RequestSlots:
@@ -86,6 +86,14 @@ class RequestSlots:
 
     def __exit__(self, *_: object) -> None:
         self._journal.release(self)
+
+    def hold_prompts(self, n_tokens: int) -> None:
+        """Take the memory of all choices' prompts.
+
+        Raises:
+            QueueFull: those of unfinished requests have all there is for them.
+        """
+        self._journal.hold_prompts(self, n_tokens * TOKEN_BYTES)
 
     def submit(self, requests: Sequence[SequenceRequest], first: int = 0) -> None:
         """Submit choices to the engine; the events of `requests[i]` have index `first` + i in the output queue.
@@ -101,10 +109,21 @@ class RequestSlots:
 
 
 class Journal:
-    """See the module's docstring. Used only on the event loop's thread."""
+    """See the module's docstring. Used only on the event loop's thread.
+
+    Args:
+        prompt_bytes: that prompts of unfinished requests may have.
+    """
 
     def __init__(
-        self, engine: EngineClient, metrics: ServerMetrics, *, max_num_seqs: int, queue: int, clock: Callable[[], float]
+        self,
+        engine: EngineClient,
+        metrics: ServerMetrics,
+        *,
+        max_num_seqs: int,
+        queue: int,
+        prompt_bytes: int,
+        clock: Callable[[], float],
     ) -> None:
         self._engine = engine
         self._metrics = metrics
@@ -112,14 +131,12 @@ class Journal:
         self._clock = clock
         self._entries: dict[str, _JournalEntry] = {}  # by sequence id, in order of arrival
         self._reserved = 0  # reserved slots that have no sequence yet
-        self._places = Shares(max_num_seqs + queue)
+        self._room = QueueRoom(max_num_seqs=max_num_seqs, queue=queue, prompt_bytes=prompt_bytes)
         self._suspects: list[_JournalEntry] = []  # to be tried alone
         self._trial: _JournalEntry | None = None  # the one that is; all others wait meanwhile
         self._closing = ""  # why new requests are refused
         self._idle = asyncio.Event()
         self._idle.set()
-        self._last_end: float | None = None
-        self._end_interval = 1.0  # seconds between ends of sequences, smoothed
         engine.subscribe(self)
         engine.when_lost.append(self._pause)
 
@@ -144,16 +161,15 @@ class Journal:
             QueueFull: no room now; `retry_after` estimates the seconds until there is.
         """
         self.require_ready()
-        if not self._places.has_room(owner, n):
-            raise QueueFull(
-                f"{self.unfinished} of {self._places.capacity} places ({self._max_num_seqs} running, the rest waiting) "
-                f"are taken; there is no room for {n} more.",
-                retry_after=self._retry_after(n),
-            )
+        self._room.take_choices(owner, n, self.unfinished)
         self._reserved += n
-        self._places.take(owner, n)
         self._idle.clear()
         return RequestSlots(self, n, self._clock(), owner)
+
+    def hold_prompts(self, slots: RequestSlots, n_bytes: int) -> None:
+        """See `RequestSlots.hold_prompts`."""
+        self._room.take_prompts(slots.owner, n_bytes)
+        slots.prompt_bytes += n_bytes
 
     def require_ready(self) -> ModelInfo:
         """The served model.
@@ -201,8 +217,9 @@ class Journal:
             with suppress(EngineUnavailable):  # an engine that is down has no sequences
                 self._engine.send(Cancel(id))
         self._reserved -= slots.free
-        self._places.give_back(slots.owner, slots.free)
-        slots.free = 0
+        self._room.give_choices(slots.owner, slots.free)
+        self._room.give_prompts(slots.owner, slots.prompt_bytes)
+        slots.free = slots.prompt_bytes = 0
         self._set_if_idle()
 
     def close(self, reason: str) -> None:
@@ -331,7 +348,7 @@ class Journal:
             entry.known, entry.crashes, entry.crashes_alone = False, 0, 0  # it goes on with the others
             self._resume()
             return
-        self._note_end(now)
+        self._room.note_end(now)
         self._metrics.finished(entry.timings, event, len(entry.request.prompt), now)
         entry.slots.output.push(entry.index, StreamEnd(event, entry.timings))
         self._forget(entry.request.id)
@@ -367,23 +384,13 @@ class Journal:
         entry = self._entries.pop(id, None)
         if entry is not None:
             entry.slots.ids.discard(id)
-            self._places.give_back(entry.slots.owner, 1)
+            self._room.give_choices(entry.slots.owner, 1)
             if entry is self._trial:
                 self._resume()
 
     def _set_if_idle(self) -> None:
         if self.unfinished == 0:
             self._idle.set()
-
-    def _note_end(self, now: float) -> None:
-        if self._last_end is not None:
-            self._end_interval = 0.8 * self._end_interval + 0.2 * (now - self._last_end)
-        self._last_end = now
-
-    def _retry_after(self, n: int) -> float:
-        """Seconds until about n slots are free, estimated from the recent rate of ends."""
-        least, most = RETRY_AFTER_S
-        return min(most, max(least, n * self._end_interval))
 
 
 def describe(phase: str, reason: str) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from phalanx.config import DEFAULT_PORT, MIB, Count, EngineConfig, Flag, LogLevel, Size
+from phalanx.config import DEFAULT_MODEL, DEFAULT_PORT, MIB, Count, EngineConfig, Flag, LogLevel, Size
 from phalanx.environment import ADMIN_KEY_VARIABLE, API_KEY_VARIABLE
 
 
@@ -33,7 +33,8 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     """Name in clients' Host header, besides addresses, localhost and the machine's own; may be repeated.
     `*.example.com`, or `*` for all. Others are refused: a web page could ask under a name of its own."""
     allowed_origins: Annotated[tuple[str, ...], Flag("HTTP", default="this server's own pages")] = ()
-    """Origin of web pages that may ask (CORS): https://chat.example.com, or `*` for all; may be repeated."""
+    """Origin of web pages that may ask (CORS): https://chat.example.com, `chrome-extension://*`,
+    `https://*.example.com`, or `*` for all; may be repeated."""
     ssl_certfile: Annotated[str | None, Flag("HTTP", is_file=True)] = None
     """Certificate chain (PEM), the server's own first: the server speaks HTTPS."""
     ssl_keyfile: Annotated[str | None, Flag("HTTP", is_file=True)] = None
@@ -52,10 +53,13 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     """Form of the model's reasoning, by vLLM's names: deepseek_r1, qwen3, ..."""
     enable_auto_tool_choice: Annotated[bool, Flag("HTTP")] = True
     """The model may call a request's tools; without, only where the request has a `tool_choice`."""
+    tools: Annotated[Literal["refuse", "drop"] | None, Flag("HTTP", default="drop for the demo, else refuse")] = None
+    """What becomes of tools in requests to a model that cannot call any: `refuse` answers 400, `drop` leaves them out.
+    Where a call is required, the answer is 400 in any case."""
     keepalive_seconds: Annotated[float, Meta(ge=0.1), Flag("HTTP")] = 5.0
     """Seconds without an event after which a stream gets a comment, which keeps the connection open."""
 
-    queue: Annotated[int, Meta(ge=0), Flag("Limits")] = 32
+    queue: Annotated[int, Meta(ge=0), Flag("Limits")] = 1024  # benchmarks send 512 at once
     """Requests (choices) that may wait beyond --max-num-seqs; one more is a 429."""
     max_n: Annotated[int, Meta(ge=1, le=1024), Flag("Limits")] = 16
     """Largest `n`: choices per prompt."""
@@ -65,7 +69,9 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     """Lower a `max_tokens` that the context has no room for and say so in `finish_detail`; else refuse it."""
     max_body_mb: Annotated[float, Meta(ge=0.001, le=1024), Flag("Limits")] = 8.0
     """Largest body of a request, MiB."""
-    max_connections: Annotated[Count | None, Flag("Limits", default="1,024, or twice --max-num-seqs + --queue")] = None
+    max_connections: Annotated[
+        Count | None, Flag("Limits", default="twice --max-num-seqs + --queue, 1,024 at least")
+    ] = None
     """Connections, at most."""
     max_connections_per_address: Annotated[Count | None, Flag("Limits", default="half of all")] = None
     """Of them, from one IPv4 address or IPv6 /64 network (a proxy is one)."""
@@ -83,3 +89,8 @@ class ServerConfig(Struct, frozen=True, kw_only=True):
     def max_body_bytes(self) -> int:
         """`max_body_mb` in bytes."""
         return int(self.max_body_mb * MIB)
+
+    @property
+    def drops_tools(self) -> bool:
+        """Whether tools that the model cannot call are left out of requests. Chat programs send some with every one."""
+        return self.tools == "drop" or (self.tools is None and self.engine.model == DEFAULT_MODEL)

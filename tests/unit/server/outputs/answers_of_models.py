@@ -107,6 +107,10 @@ ANSWERS: dict[str, list[str]] = {
         ),
         "<tool_call>\n<function=get_weather>\n<parameter=place>\n"
         '{"name": "</parameter></tool_call>"}\n</parameter>\n</function>\n</tool_call>',
+        (
+            "<tool_call>\n<function=get_weather\n<parameter=city\nOslo\n</parameter>\n<parameter=days>\n2\n"
+            "</parameter>\n</function>\n</tool_call>"
+        ),
     ],
     "glm47": [
         (
@@ -162,6 +166,10 @@ ANSWERS: dict[str, list[str]] = {
             'argument key="days" type="number"<|sep|>2<|close|>argument<|sep|><|close|>call<|sep|><|open|>'
             'call tool="get-time" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
         ),
+        (
+            '<|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|><|open|>json type="object"<|sep|>'
+            '{"city": "Oslo", "tags": ["a"]}<|close|>json<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
+        ),
     ],
     "lfm2": [
         (
@@ -216,9 +224,10 @@ def read(
     tools: tuple[ToolDefinition, ...] = TOOLS,
     in_reasoning: bool = False,
     parse_tools: bool = True,
+    is_bound: bool = False,
 ) -> tuple[list[Piece], str]:
     """The pieces of an answer that comes in these parts, neighbours of one kind joined, and the detail."""
-    parser = make_parser(shapes, tools=tools, in_reasoning=in_reasoning, parse_tools=parse_tools)
+    parser = make_parser(shapes, tools=tools, in_reasoning=in_reasoning, parse_tools=parse_tools, is_bound=is_bound)
     assert parser is not None
     pieces = [piece for text in texts for piece in parser.add(text)] + parser.finish()
     joined: list[Piece] = []
@@ -260,6 +269,20 @@ def calls_of(pieces: list[Piece]) -> list[tuple[str, Any]]:
             assert name is None
     assert name is None, "a call that neither ended nor broke"
     return calls
+
+
+def shown_json(pieces: list[Piece]) -> list[str]:
+    """What a stream has shown of the arguments of calls that broke."""
+    shown: list[str] = []
+    arguments = ""
+    for piece in pieces:
+        if isinstance(piece, CallBegin):
+            arguments = ""
+        elif isinstance(piece, CallArguments):
+            arguments += piece.text
+        elif isinstance(piece, CallBroken):
+            shown.append(arguments)
+    return shown
 
 
 def text_of(pieces: list[Piece]) -> str:

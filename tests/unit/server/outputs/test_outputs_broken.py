@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from answers_of_models import CASES, IDS, TOOLS, calls_of, read, shapes_of, text_of
+from answers_of_models import CASES, IDS, TOOLS, calls_of, read, shapes_of, shown_json, text_of
 
 from phalanx.server.outputs.formats import TOOLS as FORMATS
+from phalanx.server.outputs.json_scanner import is_json
 from phalanx.server.outputs.pieces import CallArguments, CallBegin, CallBroken, CallEnd, TextPiece
 
 
@@ -68,7 +69,6 @@ def test_a_tool_that_was_not_offered(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
-        ("hermes", '<tool_call>{"name": "get-time", "arguments": {}}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "get-time", "arguments": {"a": NaN}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "get-time", "arguments": {}, "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "get-time", "arguments": {},}</tool_call>'),
@@ -80,7 +80,7 @@ def test_a_tool_that_was_not_offered(name: str) -> None:
         ("mistral", "[TOOL_CALLS]what next?"),
         ("mistral", "[TOOL_CALLS]" + "x" * 1000),
         ("kimi_k2", "<|tool_call_begin|>get-time<|tool_call_argument_begin|>{}<|tool_call_end|>"),
-        ("kimi_k2", "<|tool_call_begin|>functions.get-time:0<|tool_call_argument_begin|>{}}<|tool_call_end|>"),
+        ("kimi_k2", "<|tool_call_begin|>functions.get-time:0<|tool_call_argument_begin|>x<|tool_call_end|>"),
         ("qwen3_coder", "<tool_call>\n<function=get-time>\nhello</function></tool_call>"),
         ("qwen3_coder", "<tool_call>\n<function=get-time>\n<parameter=a b c"),
         ("qwen3_coder", "<tool_call>hello</tool_call>"),
@@ -119,6 +119,92 @@ def test_what_is_no_call(name: str, answer: str) -> None:
 )
 def test_answers_that_only_look_like_calls(name: str, answer: str) -> None:
     assert read(shapes_of(name), *answer) == ([TextPiece(answer)], "")
+
+
+ENDINGS = ["}", "}}", "]", " }\n", "}\n]"]
+"""What models write after the JSON of a call, which was whole."""
+WITH_RUBBISH = {
+    "hermes": '<tool_call>\n{"name": "get-time", "arguments": {}}@@\n</tool_call>',
+    "llama3_json": '<|python_tag|>{"name": "get-time", "parameters": {}}@@',
+    "llama4_json": '<|python_start|>{"name": "get-time", "parameters": {}}@@<|python_end|>',
+    "mistral": "[TOOL_CALLS]get-time[ARGS]{}@@",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get-time:0<|tool_call_argument_begin|>{}@@"
+    "<|tool_call_end|><|tool_calls_section_end|>",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get-time\n```json\n{}@@\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get-time<｜tool▁sep｜>{}@@<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>",
+    "openai": "<|channel|>commentary to=functions.get-time<|message|>{}@@<|call|>",
+    "lfm2": "<|tool_call_start|>[get-time()]@@<|tool_call_end|>",
+    "gemma4": "<|tool_call>call:get-time{}@@<tool_call|>",
+}
+
+
+@pytest.mark.parametrize("rubbish", ENDINGS)
+@pytest.mark.parametrize("name", WITH_RUBBISH)
+def test_a_bracket_too_many_ends_no_call(name: str, rubbish: str) -> None:
+    answer = WITH_RUBBISH[name].replace("@@", rubbish)
+    pieces, detail = read(shapes_of(name), *(answer * 2))
+    assert calls_of(pieces) == [("get-time", {})] * 2
+    assert (text_of(pieces), detail) == ("", "")
+
+
+@pytest.mark.parametrize("name", sorted(set(WITH_RUBBISH) - {"gemma4"}))
+def test_text_after_whole_json_is_content(name: str) -> None:
+    """The call is one all the same. (Gemma's has no JSON: what cannot be read is none.)"""
+    answer = WITH_RUBBISH[name].replace("@@", " and\nmore ")
+    pieces, detail = read(shapes_of(name), *answer)
+    assert calls_of(pieces) == [("get-time", {})] and not detail
+    assert text_of(pieces).replace("```", "").split() == ["and", "more"]
+
+
+def test_a_bracket_too_many_inside_of_a_list() -> None:
+    calls = '{"name": "get-time", "arguments": {}}}, {"name": "get_weather", "arguments": {"days": 1}}'
+    pieces, detail = read(shapes_of("mistral"), *f"[TOOL_CALLS][{calls}}}]")
+    assert calls_of(pieces) == [("get-time", {}), ("get_weather", {"days": 1})] and not detail
+    pieces, detail = read(shapes_of("mistral"), *f"[TOOL_CALLS][{calls} or so")
+    assert calls_of(pieces) == [("get-time", {}), ("get_weather", {"days": 1})] and "not JSON" in detail
+    pieces, _ = read(shapes_of("lfm2"), *"<|tool_call_start|>[get-time()), get_weather(days=1))]<|tool_call_end|>")
+    assert calls_of(pieces) == [("get-time", {}), ("get_weather", {"days": 1})]
+
+
+VOID = [
+    ("hermes", '<tool_call>{"name": "get_weather", "arguments": {"days": 1} oops}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "get_weather", "arguments": {"days": 1}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "get_weather", "arguments": {"days": 1}'),
+    ("hermes", '<tool_call>{"name": "get_weather", "arguments": {"place": {}}, "arguments": {}}</tool_call>'),
+    ("llama3_json", '{"name": "get_weather", "parameters": {"days": 1}, and so on'),
+    ("mistral", '[TOOL_CALLS][{"name": "get_weather", "arguments": {"days": 1}'),
+    ("qwen3_coder", "<tool_call><function=get_weather><parameter=days>1</parameter></tool_call>"),
+    ("qwen3_coder", "<tool_call><function=get_weather></tool_call>"),
+    ("glm47", "<tool_call>get_weather<arg_key>place</arg_key><arg_value>{}</arg_value>, please"),
+    ("lfm2", "<|tool_call_start|>[get_weather(place={}) and so on"),
+    ("lfm2", "<|tool_call_start|>[get-time()"),
+]
+
+
+@pytest.mark.parametrize(("name", "answer"), VOID)
+def test_what_was_shown_of_a_call_that_is_none_is_no_json(name: str, answer: str) -> None:
+    """Clients of streams run a call whose arguments are whole, or empty, whatever comes after them."""
+    pieces, detail = read(shapes_of(name), *answer)
+    assert calls_of(pieces) == [] and detail
+    assert all(shown and not is_json(shown) for shown in shown_json(pieces))
+
+
+def test_calls_without_arguments() -> None:
+    """Kimi K2 and gpt-oss write nothing at all; others an empty text, or null."""
+    head = "<|tool_call_begin|>functions.get-time:0<|tool_call_argument_begin|>"
+    for answer in (f"{head}<|tool_call_end|>", f"<|tool_calls_section_begin|>{head} \n<|tool_call_end|>{head}{{}}"):
+        pieces, detail = read(shapes_of("kimi_k2"), *answer)
+        assert calls_of(pieces) == [("get-time", {})] * answer.count(head) and not detail
+    assert calls_of(read(shapes_of("kimi_k2"), *head)[0]) == []  # it ended there, before they came
+    code = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get-time\n```json\n\n```<｜tool▁call▁end｜>"
+    assert calls_of(read(shapes_of("deepseek_v3"), *code)[0]) == [("get-time", {})]
+    channel = "<|channel|>commentary to=functions.get-time<|message|><|call|>"
+    assert calls_of(read(shapes_of("openai"), *channel)[0]) == [("get-time", {})]
+    for empty in ('""', "null", '"{}"'):
+        answer = f'<tool_call>{{"name": "get-time", "arguments": {empty}}}</tool_call>'
+        assert calls_of(read(shapes_of("hermes"), *answer)[0]) == [("get-time", {})]
 
 
 def test_marks_that_close_nothing_are_no_content() -> None:

@@ -66,6 +66,20 @@ def their_calls(name: str, answer: str, tools: tuple[ToolDefinition, ...] = TOOL
     return calls
 
 
+STRIPPED = ("glm47", "longcat", "minimax_m2", "minicpm5", "muse_spark")
+"""Formats of whose values mlx-lm takes white space at both ends away, also of strings."""
+
+
+def as_theirs(name: str, calls: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Our calls, without what theirs lack."""
+    if name not in STRIPPED:
+        return calls
+    return [
+        (called, {key: value.strip() if isinstance(value, str) else value for key, value in arguments.items()})
+        for called, arguments in calls
+    ]
+
+
 BEYOND = ("gemma4-1", "qwen3_coder-3")
 """Answers with a closing mark inside of a string, where mlx-lm's server ends the call."""
 
@@ -83,7 +97,20 @@ def test_equal_to_mlx_lm(name: str, answer: str) -> None:
     assert detail == ""
     theirs = their_calls(name, answer)
     assert theirs
-    assert calls_of(pieces) == theirs
+    assert as_theirs(name, calls_of(pieces)) == theirs
+
+
+def test_every_parser_of_mlx_lm_is_compared() -> None:
+    folder = Path(str(parser_of("hermes").__file__)).parent
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__", "laguna"}  # the last one is glm47
+    assert modules == set(PARSERS.values())
+
+
+def test_white_space_that_theirs_leave_out() -> None:
+    answer = WRITTEN["glm47"].format(name="f", values=VALUE["glm47"].format(key="a", value="  x\n"))
+    tools = (ToolDefinition(name="f", parameters={"properties": {"a": {"type": "string"}}}),)
+    assert their_calls("glm47", answer, tools) == [("f", {"a": "x"})]
+    assert calls_of(read(shapes_of("glm47"), answer, tools=tools)[0]) == [("f", {"a": "  x\n"})]
 
 
 WRITTEN = {
@@ -145,7 +172,80 @@ def test_values_are_converted_as_mlx_lm_does(data: st.DataObject) -> None:
     answer = WRITTEN[name].format(name="f", values=values.removesuffix(", "))
     pieces, detail = read(shapes_of(name), *answer, tools=tools)
     assert detail == ""
-    assert calls_of(pieces) == their_calls(name, answer, tools)
+    assert as_theirs(name, calls_of(pieces)) == their_calls(name, answer, tools)
+
+
+OTHERS = {
+    "hermes": '<tool_call>\n{{"name": "f", "arguments": {values}}}\n</tool_call>\n',
+    "mistral": "[TOOL_CALLS]f[ARGS]{values}",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{values}"
+    "<|tool_call_end|><|tool_calls_section_end|>",
+    "kimi_k3": '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>{values}<|close|>call<|sep|>'
+    "<|close|>tools<|sep|>",
+    "gemma4": "<|tool_call>call:f{values}<tool_call|>",
+    "functiongemma": "<start_function_call>call:f{values}<end_function_call>",
+}
+"""Calls of formats that write arguments as JSON, or say what a value is."""
+TEXTS = [
+    "",
+    " a\n",
+    "é 😀",
+    'say "hi" \\n',
+    "</tool_calls> <tool_cal",
+    "null",
+    "12",
+    "a, b: c",
+    "[f(x=1)]",
+    "<b> & 'c'",
+]
+GIVEN: dict[str, list[Any]] = {
+    "string": [*TEXTS, "{a: {b}}"],
+    "number": [0, -1, 1.5, -2000.0, 12345678901],
+    "boolean": [True, False],
+    "object": [{}, {"a": [1, {"b": None}]}, {"x": "}"}],
+    "array": [[], ["a, ]", 2, None], [[True]]],
+}
+
+
+def in_gemma(value: Any, quote: str) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{in_gemma(item, quote)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(in_gemma(item, quote) for item in value) + "]"
+    return f"{quote}{value}{quote}" if isinstance(value, str) else json.dumps(value)
+
+
+def written(name: str, arguments: dict[str, Any], *, ascii_only: bool) -> str:
+    """A call of `f` as this format's template writes it."""
+    if name in ("gemma4", "functiongemma"):
+        values = in_gemma(arguments, '<|"|>' if name == "gemma4" else "<escape>")
+    elif name == "kimi_k3":
+        values = "".join(
+            f'<|open|>argument key="{key}" type="{"string" if isinstance(value, str) else "json"}"<|sep|>'
+            f"{value if isinstance(value, str) else json.dumps(value)}<|close|>argument<|sep|>"
+            for key, value in arguments.items()
+        )
+    else:
+        values = json.dumps(arguments, ensure_ascii=ascii_only)
+    return OTHERS[name].format(values=values)
+
+
+@examples(300, soak=3000)
+@given(data=st.data())
+def test_calls_of_every_other_format_are_read_as_mlx_lm_does(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(OTHERS)))
+    flat = name == "functiongemma"  # theirs knows no lists and no objects, and ends at the first brace
+    answer, expected = "", []
+    for _ in range(data.draw(st.integers(1, 2))):
+        kinds = st.sampled_from(["string", "number", "boolean"] if flat else sorted(GIVEN))
+        arguments = {f"p{i}": data.draw(kinds.flatmap(lambda kind: st.sampled_from(GIVEN[kind]))) for i in range(3)}
+        arguments = {key: "x" if flat and value == "{a: {b}}" else value for key, value in arguments.items()}
+        answer += written(name, arguments, ascii_only=data.draw(st.booleans()))
+        expected.append(("f", arguments))
+    tools = (ToolDefinition(name="f"),)
+    pieces, detail = read(shapes_of(name), *answer, tools=tools)
+    assert detail == ""
+    assert calls_of(pieces) == their_calls(name, answer, tools) == expected
 
 
 UNION: dict[str, Any] = {"anyOf": [{"type": "integer"}, {"type": "null"}]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from answers_of_models import calls_of, read, reasoning_of, shapes_of, text_of
+from answers_of_models import ANSWERS, calls_of, read, reasoning_of, shapes_of, text_of
 
 from phalanx.server.outputs.formats import REASONING
 from phalanx.server.outputs.pieces import CallArguments, CallBegin, CallEnd, ReasoningPiece, TextPiece
@@ -72,6 +72,56 @@ def test_white_space_between_marks_is_no_content() -> None:
     assert text_of(pieces) == ""
     pieces, _ = read(shapes_of("hermes"), f"Before.\n\n{CALL}\n\nAfter.\n")
     assert text_of(pieces) == "Before.\n\n\n\nAfter.\n"
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_a_closing_mark_of_reasoning_that_none_opened_is_text(name: str) -> None:
+    close = REASONING[name].close
+    shapes = shapes_of("hermes", name)
+    for answer in (f"Write {close} at its end.", close, f" {close}\n"):
+        assert read(shapes, *answer) == ([TextPiece(answer)], "")
+    block = f"{REASONING[name].open}Hm.{close}"
+    pieces, _ = read(shapes, *f"{block}Then {close}.")
+    assert pieces == [ReasoningPiece("Hm."), TextPiece(f"Then {close}.")]
+    pieces, _ = read(shapes, *f"Hm.{close}{close}", in_reasoning=True)
+    assert pieces == [ReasoningPiece("Hm."), TextPiece(close)]
+
+
+def test_the_closing_mark_of_reasoning_with_a_call_inside_is_none() -> None:
+    pieces, _ = read(shapes_of("hermes", "qwen3"), *f"<think>Hm.{CALL}</think>Yes.</think>")
+    assert calls_of(pieces) == [("get-time", {})] and reasoning_of(pieces) == "Hm."
+    assert text_of(pieces) == "Yes.</think>"
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_under_a_grammar_marks_inside_of_the_answer_are_text(name: str) -> None:
+    """Only reasoning before it, which the grammar has, is taken apart."""
+    shape = REASONING[name]
+    shapes = OutputShapes(reasoning=shape, tools=shapes_of("hermes").tools)
+    json = f'{{"a": "{shape.open} {shape.close}", "b": "{CALL}{"".join(shape.dropped)}"}}'
+    assert read(shapes, *json, is_bound=True) == ([TextPiece(json)], "")
+    assert read(shapes, *json, is_bound=True, parse_tools=False) == ([TextPiece(json)], "")
+    expected = ([ReasoningPiece("Hm."), TextPiece(json)], "")
+    assert read(shapes, *f"{shape.open}\nHm.{shape.close}\n\n{json}", is_bound=True) == expected
+    assert read(shapes, *f"\nHm.{shape.close}{json}", is_bound=True, in_reasoning=True) == expected
+
+
+def test_under_a_grammar_the_answer_may_be_calls() -> None:
+    for name in ("hermes", "qwen3_coder", "kimi_k2", "lfm2", "llama3_json"):
+        answer = ANSWERS[name][0].removeprefix("I will look.\n").removeprefix("So.\n").removeprefix("Let me see.")
+        for before in ("", "<think>\nHm.\n</think>\n\n"):
+            pieces, detail = read(shapes_of(name, "qwen3"), *(before + answer), is_bound=True)
+            assert calls_of(pieces) == calls_of(read(shapes_of(name), answer)[0]) != [] and not detail
+    bare = '{"name": "get-time"}'
+    assert read(shapes_of("llama3_json", "qwen3"), *bare, is_bound=True) == ([TextPiece(bare)], "")
+
+
+def test_harmony_under_a_grammar() -> None:
+    json = '{"a": "<|end|> <|channel|>analysis<|message|> <|return|>"}'
+    answer = f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>{json}"
+    for ending in ("", "<|return|>", "<|end|>"):
+        pieces, _ = read(shapes_of("openai"), *(answer + ending), is_bound=True)
+        assert pieces == [ReasoningPiece("Hm."), TextPiece(json)]
 
 
 def test_harmony_without_tools() -> None:

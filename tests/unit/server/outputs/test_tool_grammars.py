@@ -200,7 +200,7 @@ def test_an_answer_of_its_own_grammar_after_reasoning(name: str, answer: dict[st
         for seed in range(5):
             if (text := play(tokenizer, grammar, seed)) is None:
                 continue
-            pieces, _ = read(shapes, text, in_reasoning=in_reasoning, parse_tools=False)
+            pieces, _ = read(shapes, text, in_reasoning=in_reasoning, parse_tools=False, is_bound=True)
             content = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
             if "json_schema" in answer:
                 assert not list(jsonschema_rs.validator_for(POINT).iter_errors(json.loads(content, parse_float=finite)))

@@ -1,7 +1,7 @@
 """The bodies of `/v1/messages` and `/v1/messages/count_tokens` (Anthropic): names, types and sizes of fields.
 
-Unknown fields are passed over: the clients of this API send new ones every month. Does not know what fields mean
-(`messages_dialect.py`).
+Unknown fields are passed over, since the clients of this API send new ones every month, unless they hold content. Does
+not know what fields mean (`messages_dialect.py`).
 """
 
 from __future__ import annotations
@@ -15,28 +15,41 @@ from phalanx.server.fields.json_fields import (
     TOOLS_BYTES,
     Reader,
     at_most,
+    list_by,
     list_of,
     object_of,
+    object_or_record,
     read_dict,
     read_text,
     read_variables,
     text_or,
     unread_list,
 )
-from phalanx.server.fields.openai_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, TolerantBody, about
+from phalanx.server.fields.openai_bodies import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, HistoryBody, TolerantBody, about
+
+RECORDS = frozenset(
+    "server_tool_use mcp_tool_use mcp_tool_result web_search_tool_result web_fetch_tool_result "
+    "tool_search_tool_result code_execution_tool_result bash_code_execution_tool_result "
+    "text_editor_code_execution_tool_result redacted_thinking".split()
+)
+"""Blocks of an answer that only Anthropic's servers can use: tools that they run, and sealed thinking. They are left
+out; what came of those tools is in the texts that follow."""
 
 
-class TextPart(TolerantBody, kw_only=True):
+class TextPart(HistoryBody, kw_only=True):
     """A block of the system prompt, or of a call's result."""
 
-    type: Annotated[str, about('Only "text".')]
+    type: Annotated[str, about('"text"; of a result "tool_reference" too.')]
     text: str | None = None
+    tool_name: Annotated[str | None, about("Of a reference: the tool that was found. The model reads its name.")] = None
 
 
-class ContentBlock(TolerantBody, kw_only=True):
+class ContentBlock(HistoryBody, kw_only=True):
     """A block of a message."""
 
-    type: Annotated[str, about("text, tool_use, tool_result, thinking or redacted_thinking, which is left out.")]
+    type: Annotated[
+        str, about("text, tool_use, tool_result or thinking. Records of tools that Anthropic ran are left out.")
+    ]
     text: str | None = None
     thinking: Annotated[str | None, about("Reasoning of an earlier answer; its signature is not checked.")] = None
     id: Annotated[str | None, about("Of a call.")] = None
@@ -47,7 +60,7 @@ class ContentBlock(TolerantBody, kw_only=True):
     is_error: Annotated[bool | None, about("The model reads `Error: ` before the result.")] = None
 
 
-class MessageBody(TolerantBody, kw_only=True):
+class MessageBody(HistoryBody, kw_only=True):
     """A message of the conversation."""
 
     role: Annotated[str, about("user, assistant or system.")]
@@ -98,7 +111,7 @@ class MessagesBody(TolerantBody, kw_only=True):
 
     messages: Annotated[list[MessageBody], Meta(max_length=MAX_MESSAGES)]
     model: Annotated[str | None, about("A served model's name; the first one when left out.")] = None
-    max_tokens: Annotated[int | None, about("Most output tokens; lowered to what there is room for.")] = None
+    max_tokens: Annotated[int | None, about("Most output tokens; lowered to what there is room for; -1: that.")] = None
     system: Annotated[str | list[TextPart] | None, about("A system message before the others.")] = None
     stream: bool | None = None
     temperature: Annotated[float | None, about("0 is greedy.")] = None
@@ -118,6 +131,7 @@ class MessagesBody(TolerantBody, kw_only=True):
 
 
 READERS: dict[tuple[type, str], Reader] = {}
+_block = object_or_record(ContentBlock, RECORDS, READERS)
 READERS.update(
     {
         (TextPart, "text"): read_text,
@@ -125,7 +139,7 @@ READERS.update(
         (ContentBlock, "thinking"): read_text,
         (ContentBlock, "input"): read_variables,
         (ContentBlock, "content"): text_or(list_of(TextPart, MAX_PARTS, READERS)),
-        (MessageBody, "content"): text_or(list_of(ContentBlock, MAX_PARTS, READERS)),
+        (MessageBody, "content"): text_or(list_by(_block, MAX_PARTS)),
         (MessagesTool, "description"): read_text,
         (MessagesTool, "input_schema"): read_variables,
         (OutputFormat, "schema"): at_most(SCHEMA_BYTES, read_dict),

@@ -5,7 +5,7 @@ Does not know how answers are written (`messages_format.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from phalanx.errors import InvalidRequest
 from phalanx.server.dialects.common.dialect import Dialect, ParsedBody
 from phalanx.server.dialects.messages.messages_body import (
     READERS,
+    RECORDS,
     ContentBlock,
     MessageBody,
     MessagesBody,
@@ -25,8 +26,9 @@ from phalanx.server.dialects.messages.messages_body import (
 )
 from phalanx.server.dialects.messages.messages_format import MessagesFormat, Thinking
 from phalanx.server.fields.openai_bodies import SamplingBody
-from phalanx.server.fields.refusals import count, invalid, unsupported
+from phalanx.server.fields.refusals import count, invalid, token_limit, unsupported
 from phalanx.server.outputs.pieces import ToolDefinition
+from phalanx.server.requests.conversation import CallsSoFar
 from phalanx.server.requests.offered_tools import AllowedTools, choose_tools, define, shown_tools
 from phalanx.server.requests.parsed import AnswerGrammar, ApiModel, ChatRequest, Conversation, Options
 from phalanx.server.requests.sampling_fields import parse_options, parse_stop_strings
@@ -36,6 +38,8 @@ BILLING = "x-anthropic-billing-header:"
 """How a block of Claude Code's begins that changes with every request: with it no two prompts would begin alike."""
 EFFORTS = {"xhigh": "high", "max": "high"}
 """Anthropic's efforts that templates do not know, and the nearest that they do."""
+REFERENCE = "tool_reference"
+"""A part of the result of Claude Code's search for tools: one that it found, which is among the request's tools."""
 ERROR = "Error: "
 """What stands before the result of a call that failed."""
 
@@ -111,7 +115,7 @@ def _options(body: MessagesBody, served: ApiModel) -> Options:
         timeout=body.timeout,
         cache_salt=body.cache_salt,
     )
-    options = parse_options(sampling, served, count("max_tokens", body.max_tokens, least=1), None)
+    options = parse_options(sampling, served, token_limit("max_tokens", body.max_tokens), None)
     return replace(
         options,
         continuous_usage=True,  # a stream begins with the tokens of the prompt
@@ -199,13 +203,14 @@ def _conversation(body: MessagesBody) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     if system := _system(body.system):
         found.append({"role": "system", "content": system})
-    called: dict[str, str] = {}  # id of a call -> the tool's name
+    calls = CallsSoFar()
     for i, message in enumerate(body.messages):
         where = f"messages[{i}]"
         if message.role == "assistant":
-            found.append(_assistant(message, where, called))
+            found.append(_assistant(message, where))
+            calls.answer(found[-1].get("tool_calls", ()))
         elif message.role in ("user", "system"):
-            found += _user(message, where, called)
+            found += _user(message, where, calls)
         else:
             known = "user, assistant, system"
             raise invalid(f"{where}.role", f"{where}.role is {message.role[:40]!r}; known are {known}.")
@@ -218,7 +223,7 @@ def _system(system: str | list[TextPart] | None) -> str:
     return _joined([part for part in system if not (part.text or "").startswith(BILLING)], "system")
 
 
-def _user(message: MessageBody, where: str, called: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+def _user(message: MessageBody, where: str, calls: CallsSoFar) -> Iterator[dict[str, Any]]:
     """What a user says, and the results of calls, in their order."""
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
@@ -232,27 +237,23 @@ def _user(message: MessageBody, where: str, called: Mapping[str, str]) -> Iterat
             if texts:
                 yield {"role": message.role, "content": "\n".join(texts)}
                 texts = []
-            yield _result(block, field, called)
+            yield _result(block, field, calls)
         else:
             texts.append(_text(block, field))
     if texts:
         yield {"role": message.role, "content": "\n".join(texts)}
 
 
-def _result(block: ContentBlock, where: str, called: Mapping[str, str]) -> dict[str, Any]:
+def _result(block: ContentBlock, where: str, calls: CallsSoFar) -> dict[str, Any]:
     if not block.tool_use_id:
         raise invalid(f"{where}.tool_use_id", f"{where}.tool_use_id is missing; which call does it answer?")
     content = block.content or ""
-    text = content if isinstance(content, str) else _joined(content, f"{where}.content")
-    result = {
-        "role": "tool",
-        "content": f"{ERROR}{text}" if block.is_error else text,
-        "tool_call_id": block.tool_use_id,
-    }
-    return {**result, "name": called[block.tool_use_id]} if block.tool_use_id in called else result
+    text = content if isinstance(content, str) else _joined(content, f"{where}.content", REFERENCE)
+    answered = calls.result(block.tool_use_id, f"{where}.tool_use_id")
+    return {"role": "tool", "content": f"{ERROR}{text}" if block.is_error else text, **answered}
 
 
-def _assistant(message: MessageBody, where: str, called: dict[str, str]) -> dict[str, Any]:
+def _assistant(message: MessageBody, where: str) -> dict[str, Any]:
     """Blocks of an answer follow each other without a gap, as this server cut them. Signatures are not checked."""
     if isinstance(message.content, str):
         return {"role": "assistant", "content": message.content}
@@ -264,11 +265,10 @@ def _assistant(message: MessageBody, where: str, called: dict[str, str]) -> dict
         match block.type:
             case "thinking":
                 thoughts.append(block.thinking or "")
-            case "redacted_thinking":  # no other server can read it
+            case kind if kind in RECORDS:
                 pass
             case "tool_use":
                 calls.append(_call(block, field))
-                called[calls[-1]["id"]] = calls[-1]["function"]["name"]
             case _:
                 texts.append(_text(block, field))
     said: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
@@ -284,8 +284,12 @@ def _call(block: ContentBlock, where: str) -> dict[str, Any]:
     return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": block.input or {}}}
 
 
-def _joined(parts: Sequence[TextPart], where: str) -> str:
-    return "\n".join(_text(part, f"{where}[{i}]") for i, part in enumerate(parts))
+def _joined(parts: Sequence[TextPart], where: str, named: str = "") -> str:
+    """The texts of the parts; of those of the type `named`, the names of tools."""
+    return "\n".join(
+        part.tool_name if part.tool_name and part.type == named else _text(part, f"{where}[{i}]")
+        for i, part in enumerate(parts)
+    )
 
 
 def _text(block: ContentBlock | TextPart, where: str) -> str:

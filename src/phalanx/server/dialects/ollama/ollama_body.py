@@ -1,7 +1,8 @@
 """The bodies of `/api/chat` and `/api/generate` (Ollama), and how their large fields are read.
 
-Unknown fields and options are passed over, as Ollama does: its clients send those of other versions, and settings of
-the machine that a server has in its own command line. Does not know what fields mean (`ollama_dialect.py`).
+Unknown fields and options are passed over, as Ollama does, but for content in messages: its clients send those of other
+versions, and settings of the machine that a server has in its own command line. Does not know what fields mean
+(`ollama_dialect.py`).
 """
 
 from __future__ import annotations
@@ -21,30 +22,37 @@ from phalanx.server.fields.json_fields import (
     read_text,
     read_variables,
     text_or,
-    unread,
     unread_list,
 )
-from phalanx.server.fields.openai_bodies import INERT, MAX_CALLS, MAX_MESSAGES, MAX_TOOLS, TolerantBody, about
+from phalanx.server.fields.openai_bodies import (
+    INERT,
+    MAX_CALLS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    HistoryBody,
+    TolerantBody,
+    about,
+)
 
 Number = int | float
 """Of an option that is a whole number: Ollama takes 128.0 where it means 128."""
 
 
-class OllamaCalled(TolerantBody, kw_only=True):
+class OllamaCalled(HistoryBody, kw_only=True):
     """The function that a call in the history names, and its arguments."""
 
     name: str
     arguments: dict[str, Any] | None = None
 
 
-class OllamaCall(TolerantBody, kw_only=True):
+class OllamaCall(HistoryBody, kw_only=True):
     """A call in the history."""
 
     id: str | None = None
     function: OllamaCalled
 
 
-class OllamaMessage(TolerantBody, kw_only=True):
+class OllamaMessage(HistoryBody, kw_only=True):
     """A message of a chat."""
 
     role: Annotated[str, about("system, user, assistant or tool.")]
@@ -100,7 +108,9 @@ class OllamaBody(TolerantBody, kw_only=True):
     think: Annotated[bool | str | None, about("Or how much: low, medium, high.")] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, about("0..20; needs logprobs.")] = None
-    keep_alive: Annotated[Any, about(f"{INERT} The model stays loaded.")] = None
+    keep_alive: Annotated[
+        Any, about("The model stays loaded. Without a prompt, 0 is answered as if it had been unloaded.")
+    ] = None
 
 
 class OllamaChatBody(OllamaBody, kw_only=True):
@@ -153,7 +163,6 @@ READERS.update(
         (OllamaTool, "function"): object_of(OllamaFunction, READERS),
         (OllamaBody, "format"): at_most(SCHEMA_BYTES, text_or(read_dict)),
         (OllamaBody, "options"): object_of(OllamaOptions, READERS),
-        (OllamaBody, "keep_alive"): unread,
         (OllamaChatBody, "messages"): list_of(OllamaMessage, MAX_MESSAGES, READERS),
         (OllamaChatBody, "tools"): at_most(TOOLS_BYTES, list_of(OllamaTool, MAX_TOOLS, READERS)),
         (OllamaGenerateBody, "prompt"): read_text,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
@@ -39,8 +39,6 @@ from phalanx.server.requests.parsed import (
 from phalanx.server.requests.sampling_fields import MAX_TOP_LOGPROBS, parse_options, parse_stop_strings, resolve_model
 from phalanx.server.requests.structured import answer_of_schema
 
-TAG = ":latest"
-"""What Ollama's clients add to the name of a model."""
 LEVELS = ("low", "medium", "high")
 NEUTRAL: Mapping[str, float] = {"mirostat": 0, "typical_p": 1.0, "tfs_z": 1.0}
 """Options that would change the answer, and the value of each that asks for nothing."""
@@ -57,18 +55,18 @@ SAMPLING = {
 
 
 def parse_chat(body: OllamaChatBody, served: ApiModel) -> ParsedBody | StaticAnswer:
-    """Parse a chat; without messages it only asks whether the model is loaded.
+    """Parse a chat; without messages it only asks that the model is loaded.
 
     Raises:
         InvalidRequest: names the field.
     """
     options = _options(body, served)
     if not body.messages:
-        return _loaded(options, CHAT_ANSWER)
+        return _loaded(body, options, CHAT_ANSWER)
     defined = [_definition(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())]
     tools = choose_tools(defined, AllowedTools(), served)
     variables = _thinking(body, served)
-    if defined:
+    if tools is not None:
         variables["tools"] = shown_tools(defined)
     messages = conversation_of(body.messages)
     request = ChatRequest(options=options, conversation=_conversation(messages, variables, served), tools=tools)
@@ -93,7 +91,7 @@ def parse_generate(body: OllamaGenerateBody, served: ApiModel) -> ParsedBody | S
         raise unsupported("images", "only text can be read by this model")
     form = partial(OllamaFormat, answer=GENERATE_ANSWER)
     if not body.prompt:
-        return _loaded(options, GENERATE_ANSWER)
+        return _loaded(body, options, GENERATE_ANSWER)
     variables = _thinking(body, served)
     if body.raw:
         if body.system:
@@ -105,18 +103,16 @@ def parse_generate(body: OllamaGenerateBody, served: ApiModel) -> ParsedBody | S
     return ParsedBody(ChatRequest(options=options, conversation=asked), form)
 
 
-def resolve_name(name: str, served: ApiModel) -> str:
-    """The served model of this name, with or without Ollama's tag.
-
-    Raises:
-        UnknownModel: this server does not serve a model of that name.
-    """
-    bare = name.removesuffix(TAG)
-    return resolve_model(bare if bare in (*served.names, served.hidden_name) else name, served)
+def _loaded(body: OllamaBody, options: Options, answer: OllamaAnswer) -> StaticAnswer:
+    reason: Literal["load", "unload"] = "unload" if _is_zero(body.keep_alive) else "load"
+    return StaticAnswer(lambda created: answer.loaded(options.model, created, reason))
 
 
-def _loaded(options: Options, answer: OllamaAnswer) -> StaticAnswer:
-    return StaticAnswer(lambda created: answer.loaded(options.model, created))
+def _is_zero(duration: Any) -> bool:
+    """Whether it is 0 seconds: a number, or a text as "0", "0s" and "0m0s"."""
+    if isinstance(duration, str):
+        return {digit for digit in duration if digit.isdigit()} == {"0"}
+    return isinstance(duration, int | float) and not isinstance(duration, bool) and duration == 0
 
 
 def _conversation(messages: list[dict[str, Any]], variables: dict[str, Any], served: ApiModel) -> Conversation:
@@ -157,7 +153,7 @@ def _options(body: OllamaBody, served: ApiModel) -> Options:
         raise unsupported("options.repeat_last_n", "only -1 and 0: the penalty counts the whole text")
     seed = _whole("options.seed", given.seed)
     asked = SamplingBody(
-        model=resolve_name(body.model, served),
+        model=resolve_model(body.model, served),
         stream=body.stream is not False,
         seed=None if seed is None or seed < 0 else seed,
         **sampling,

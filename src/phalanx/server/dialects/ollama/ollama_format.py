@@ -6,11 +6,12 @@ Calls are sent whole, since Ollama's clients read their arguments as an object.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
 
 from phalanx.http.error_responses import Failure, ollama_error
+from phalanx.http.stream_records import LINES
 from phalanx.server.answers.deltas import CallDelta, ChoiceEnding, Delta, ResponseHead, Usage, join_calls, moves_json
 from phalanx.server.answers.event_framing import one_line
 from phalanx.server.dialects.common.log_probabilities import scored_json
@@ -25,9 +26,9 @@ class OllamaAnswer(Struct, frozen=True):
 
     place: Callable[[Mapping[str, Any], str], dict[str, Any]]  # (thinking and calls, text) -> fields of the object
 
-    def loaded(self, model: str, created: int) -> dict[str, Any]:
-        """The answer to a request without a prompt: the model is loaded."""
-        return {**_head(model, created), **self.place({}, ""), "done": True, "done_reason": "load"}
+    def loaded(self, model: str, created: int, reason: Literal["load", "unload"]) -> dict[str, Any]:
+        """The answer to a request without a prompt, which only asks that the model is loaded, or no longer is."""
+        return {**_head(model, created), **self.place({}, ""), "done": True, "done_reason": reason}
 
 
 def _in_message(others: Mapping[str, Any], text: str) -> dict[str, Any]:
@@ -45,7 +46,7 @@ GENERATE_ANSWER = OllamaAnswer(_beside)
 class OllamaFormat:
     """Answers of one choice."""
 
-    media_type = "application/x-ndjson"
+    media_type = LINES
     next_number = 0
     keep_alive = b" "  # before the next object; an empty line would not be JSON
 

@@ -11,7 +11,6 @@ from msgspec import Struct
 from phalanx.catalog.local_models import LocalModel
 from phalanx.catalog.pull_progress import ASKING, PullProgress
 from phalanx.server.fields.timestamps import iso_time
-from phalanx.server.outputs.shapes import OutputShapes
 from phalanx.types import ModelInfo
 
 API_VERSION = "0.13.5"
@@ -19,12 +18,8 @@ API_VERSION = "0.13.5"
 NEVER = "2318-01-01T00:00:00Z"
 """When a model is unloaded that stays: as far off as Ollama itself says, whose durations end after 292 years."""
 REFUSED: Mapping[str, str] = {
-    "/api/embed": "This server's model writes text; it makes no embeddings.",
-    "/api/embeddings": "This server's model writes text; it makes no embeddings.",
-    **{
-        f"/api/{action}": f"This server has one model, which was chosen at its start; it cannot {action}."
-        for action in ("push", "create", "copy")
-    },
+    f"/api/{action}": f"This server has one model, which was chosen at its start; it cannot {action}."
+    for action in ("push", "create", "copy")
 }
 """Path -> why nothing is done there."""
 
@@ -34,8 +29,8 @@ class OllamaModel(Struct, frozen=True, kw_only=True):
 
     name: str
     info: ModelInfo
-    shapes: OutputShapes
-    auto_tools: bool
+    calls_tools: bool
+    reasons: bool
     since: int  # when it was loaded, in seconds since 1970
     template: str = ""  # of chats
 
@@ -114,9 +109,9 @@ def _local_card(model: LocalModel) -> dict[str, Any]:
 
 def _capabilities(model: OllamaModel) -> Iterator[str]:
     yield "completion"
-    if model.shapes.tools is not None and model.auto_tools:
+    if model.calls_tools:
         yield "tools"
-    if model.shapes.reasoning is not None:
+    if model.reasons:
         yield "thinking"
 
 

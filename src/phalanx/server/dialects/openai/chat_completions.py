@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from phalanx.server.answers.deltas import CallDelta, ChoiceEnding, Delta, ResponseHead, ScoredToken, Usage
@@ -15,12 +16,17 @@ from phalanx.server.requests.validate import parse_chat
 
 
 class ChatFormat(OpenAIStream):
-    """`/v1/chat/completions`"""
+    """`/v1/chat/completions`
+
+    Args:
+        shows_reasoning: without it, chunks of reasoning are empty.
+    """
 
     kind = "chat.completion.chunk"
 
-    def __init__(self, head: ResponseHead) -> None:
+    def __init__(self, head: ResponseHead, *, shows_reasoning: bool = True) -> None:
         super().__init__(head)
+        self._shows_reasoning = shows_reasoning
         self._streamed: dict[int, list[int]] = {}  # by choice: its calls of which some part was streamed
 
     def opening(self, n_choices: int, so_far: Usage | None) -> bytes:
@@ -37,7 +43,7 @@ class ChatFormat(OpenAIStream):
         done = [
             {
                 "index": choice.index,
-                "message": _message(choice),
+                "message": self._message(choice),
                 "logprobs": self._logprobs(choice.scored),
                 **finish(choice.ending),
             }
@@ -45,8 +51,24 @@ class ChatFormat(OpenAIStream):
         ]
         return {**base(self._head, "chat.completion"), "choices": done, **totals(usage, timing)}
 
+    def _message(self, choice: Delta) -> dict[str, Any]:
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in choice.calls
+            if not call.broken
+        ]
+        content = choice.text or None if calls else choice.text
+        message = {"role": "assistant", "content": content, "refusal": None, **self._reasoning(choice)}
+        return {**message, "tool_calls": calls} if calls else message
+
+    def _reasoning(self, delta: Delta) -> dict[str, Any]:
+        """Under both names that clients read: DeepSeek's, and OpenRouter's, which vLLM writes as well."""
+        if not (delta.reasoning and self._shows_reasoning):
+            return {}
+        return {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
+
     def _delta(self, delta: Delta, so_far: Usage | None) -> bytes:
-        new = _reasoning(delta)
+        new = self._reasoning(delta)
         if calls := [_call(call, self._number(delta, call)) for call in delta.calls if not call.broken]:
             new["tool_calls"] = calls
         if delta.text or not (delta.ending or new):
@@ -72,22 +94,6 @@ class ChatFormat(OpenAIStream):
         return {"content": [scored_json(entry) for entry in scored], "refusal": None}
 
 
-def _message(choice: Delta) -> dict[str, Any]:
-    calls = [
-        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-        for call in choice.calls
-        if not call.broken
-    ]
-    content = choice.text or None if calls else choice.text
-    message = {"role": "assistant", "content": content, "refusal": None, **_reasoning(choice)}
-    return {**message, "tool_calls": calls} if calls else message
-
-
-def _reasoning(delta: Delta) -> dict[str, Any]:
-    """Under both names that clients read: DeepSeek's, and OpenRouter's, which vLLM writes as well."""
-    return {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning} if delta.reasoning else {}
-
-
 def _call(call: CallDelta, number: int) -> dict[str, Any]:
     """The part of a call: with its id and name if it is the first one."""
     if not call.name:
@@ -97,7 +103,8 @@ def _call(call: CallDelta, number: int) -> dict[str, Any]:
 
 
 def _asked(body: ChatBody, served: ApiModel) -> ParsedBody:
-    return ParsedBody(parse_chat(body, served), ChatFormat)
+    is_excluded = body.reasoning is not None and bool(body.reasoning.exclude)
+    return ParsedBody(parse_chat(body, served), partial(ChatFormat, shows_reasoning=not is_excluded))
 
 
 CHAT = Dialect(body=ChatBody, parse=_asked, field="messages", id_prefix="chatcmpl-")

@@ -1,7 +1,7 @@
 """The JSON body of `/v1/responses`: names, types and sizes of its fields.
 
-Unknown fields of the body are refused by name. Those of items and tools are passed over: they come from other servers
-and other tools, and clients send them back as they got them. Does not know what the fields mean
+Unknown fields of the body are refused by name. Those of items and tools are passed over unless they hold content: they
+come from other servers and other tools, and clients send them back as they got them. Does not know what the fields mean
 (`responses_dialect.py`).
 """
 
@@ -16,8 +16,11 @@ from phalanx.server.fields.json_fields import (
     TOOLS_BYTES,
     Reader,
     at_most,
+    list_by,
     list_of,
     object_of,
+    object_or_record,
+    of_type,
     read_arguments,
     read_dict,
     read_text,
@@ -33,12 +36,24 @@ from phalanx.server.fields.openai_bodies import (
     MAX_PARTS,
     MAX_TOOLS,
     Body,
+    HistoryBody,
+    ReasoningOptions,
+    ThinkingOptions,
     TolerantBody,
     about,
 )
+from phalanx.server.fields.refusals import ONLY_TEXT
+
+RECORDS = frozenset(
+    "code_interpreter_call computer_call computer_call_output file_search_call image_generation_call "
+    "mcp_approval_request mcp_approval_response mcp_call mcp_list_tools tool_search_call tool_search_output "
+    "web_search_call".split()
+)
+"""Items about tools that other servers run. The model cannot call them here; what came of them is in the messages."""
+TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 
 
-class InputPart(TolerantBody, kw_only=True):
+class InputPart(HistoryBody, kw_only=True):
     """A part of a message, of a call's output or of reasoning."""
 
     type: Annotated[str, about("input_text, output_text, refusal, or of reasoning: reasoning_text, summary_text.")]
@@ -46,7 +61,7 @@ class InputPart(TolerantBody, kw_only=True):
     refusal: str | None = None
 
 
-class InputItem(TolerantBody, kw_only=True):
+class InputItem(HistoryBody, kw_only=True):
     """An item of the input."""
 
     type: Annotated[
@@ -92,13 +107,9 @@ class OfferedTool(OfferedFunction, kw_only=True):
     tools: Annotated[list[OfferedFunction] | None, about("Of a namespace: its tools.")] = None
 
 
-class ReasoningOptions(TolerantBody, kw_only=True):
+class ResponseReasoning(TolerantBody, ReasoningOptions, kw_only=True):
     """`reasoning`"""
 
-    effort: Annotated[str | None, about('For the chat template; "none" also sets its `enable_thinking` to false.')] = (
-        None
-    )
-    summary: Annotated[str | None, about("With any value, reasoning is sent whole as the item's summary.")] = None
     generate_summary: Annotated[str | None, about("The older name of summary.")] = None
 
 
@@ -133,15 +144,18 @@ class ResponsesBody(Body, kw_only=True):
     instructions: Annotated[str | None, about("A system message before the input.")] = None
     stream: bool | None = None
     stream_options: EventOptions | None = None
-    max_output_tokens: Annotated[int | None, about("Without it, as many as there is room for.")] = None
+    max_output_tokens: Annotated[int | None, about("Without it, or with -1, as many as there is room for.")] = None
     tools: Annotated[list[OfferedTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Annotated[
         str | dict[str, Any] | None,
-        about('none, auto, required, {"type": "function", "name": ...} or {"type": "allowed_tools", ...}.'),
+        about('none, auto, required or any, {"type": "function", "name": ...} or {"type": "allowed_tools", ...}.'),
     ] = None
     parallel_tool_calls: Annotated[bool | None, about("false: the answer ends with its first call.")] = None
     text: Annotated[TextOptions | None, about("What the answer looks like.")] = None
-    reasoning: ReasoningOptions | None = None
+    reasoning: ResponseReasoning | None = None
+    thinking: ThinkingOptions | None = None
+    enable_thinking: Annotated[bool | None, about("Handed to the chat template.")] = None
+    thinking_budget: Annotated[int | None, about("Handed to the chat template; few look at it.")] = None
     include: Annotated[
         list[str] | None,
         about(
@@ -167,7 +181,9 @@ class ResponsesBody(Body, kw_only=True):
     )
     chat_template_kwargs: Annotated[dict[str, Any] | None, about("Variables for the chat template.")] = None
     metadata: Annotated[dict[str, Any] | None, about("Repeated in the response.")] = None
-    truncation: Annotated[str | None, about('Only "disabled".')] = None
+    truncation: Annotated[
+        str | None, about('"disabled" or "auto": a prompt that is longer than the context is refused with both.')
+    ] = None
     store: Annotated[bool | None, about("Nothing is stored; the response says so.")] = None
     previous_response_id: Annotated[str | None, about(LATER)] = None
     conversation: Annotated[Any, about(LATER)] = None
@@ -184,19 +200,24 @@ class ResponsesBody(Body, kw_only=True):
     prompt_cache_options: Annotated[Any, about(INERT)] = None
     client_metadata: Annotated[Any, about(INERT)] = None
     access_programs: Annotated[Any, about(INERT)] = None
+    prediction: Annotated[Any, about(INERT)] = None
+    safe_prompt: Annotated[bool | None, about("Accepted for compatibility; nothing is put before the prompt.")] = None
+    usage: Annotated[Any, about("Accepted for compatibility; the response always has it.")] = None
 
 
 READERS: dict[tuple[type, str], Reader] = {}
 """How the large fields are read."""
 
-_parts = list_of(InputPart, MAX_PARTS, READERS)
+_parts = list_by(of_type(InputPart, TEXT_PARTS, ONLY_TEXT, READERS), MAX_PARTS)
+_item = object_or_record(InputItem, RECORDS, READERS)
 READERS.update(
     {
-        (ResponsesBody, "input"): text_or(list_of(InputItem, MAX_MESSAGES, READERS)),
+        (ResponsesBody, "input"): text_or(list_by(_item, MAX_MESSAGES)),
         (ResponsesBody, "instructions"): read_text,
         (ResponsesBody, "tools"): at_most(TOOLS_BYTES, list_of(OfferedTool, MAX_TOOLS, READERS)),
         (ResponsesBody, "text"): object_of(TextOptions, READERS),
-        (ResponsesBody, "reasoning"): object_of(ReasoningOptions, READERS),
+        (ResponsesBody, "reasoning"): object_of(ResponseReasoning, READERS),
+        (ResponsesBody, "thinking"): object_of(ThinkingOptions, READERS),
         (ResponsesBody, "stream_options"): object_of(EventOptions, READERS),
         (ResponsesBody, "chat_template_kwargs"): read_variables,
         (ResponsesBody, "context_management"): unread_list,
@@ -222,6 +243,7 @@ READERS.update(
         (ResponsesBody, name): unread
         for name in (
             "conversation", "prompt", "moderation", "prompt_cache_options", "client_metadata", "access_programs",
+            "prediction", "usage",
         )
     }
 )  # fmt: skip

@@ -18,7 +18,7 @@ from phalanx.server.dialects.responses.responses_body import (
     READERS,
     OfferedFunction,
     OfferedTool,
-    ReasoningOptions,
+    ResponseReasoning,
     ResponsesBody,
     TextFormat,
     TextOptions,
@@ -27,12 +27,13 @@ from phalanx.server.dialects.responses.responses_format import ID_PREFIX, Respon
 from phalanx.server.dialects.responses.responses_input import parse_input, shown_name
 from phalanx.server.dialects.responses.responses_items import CUSTOM_INPUT, ToolItem
 from phalanx.server.fields.openai_bodies import MAX_TOOLS, Body, SamplingBody, StreamOptions
-from phalanx.server.fields.refusals import ANSWER_FORMATS, count, foreign_type, in_range, invalid, unsupported
+from phalanx.server.fields.refusals import ANSWER_FORMATS, foreign_type, in_range, invalid, token_limit, unsupported
 from phalanx.server.outputs.pieces import ToolDefinition
 from phalanx.server.requests.offered_tools import AllowedTools, choose_tools, define, shown_tools
 from phalanx.server.requests.parsed import AnswerGrammar, ApiModel, ChatRequest, Conversation, Options, ToolUse
 from phalanx.server.requests.sampling_fields import MAX_TOP_LOGPROBS, parse_options
 from phalanx.server.requests.structured import answer_of_schema
+from phalanx.server.requests.thinking_fields import thinking_variables
 from phalanx.server.requests.validate import template_variables
 
 SHARED = (
@@ -41,15 +42,19 @@ SHARED = (
 )  # fmt: skip
 """Fields that mean the same in every dialect of OpenAI's."""
 NEUTRAL: Mapping[str, tuple[object, str]] = {
-    "previous_response_id": (None, "no response is stored; send the whole conversation as input"),
+    "previous_response_id": (
+        None,
+        "no response is stored; set store: false in the client, so that it sends the whole conversation as input",
+    ),
     "conversation": (None, "no conversation is stored; send it as input"),
     "prompt": (None, "no prompt is stored; send instructions and input"),
     "background": (False, "only false"),
-    "truncation": ("disabled", 'only "disabled"'),
     "context_management": ([], "the client shortens the conversation"),
     "moderation": (None, ""),
 }
 """Fields that would change the answer, the only value of each that does not, and what to do instead."""
+TRUNCATIONS = ("disabled", "auto")
+"""A prompt that is too long is refused with both: with "auto" OpenAI's server leaves out what does not fit."""
 ECHOED = (
     "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "max_output_tokens", "max_tool_calls", "user",
 )  # fmt: skip
@@ -71,6 +76,8 @@ def parse_responses(body: ResponsesBody, served: ApiModel) -> ParsedBody:
     for field, (neutral, detail) in NEUTRAL.items():
         if getattr(body, field) not in (None, neutral):
             raise unsupported(field, detail)
+    if body.truncation not in (None, *TRUNCATIONS):
+        raise invalid("truncation", f"truncation is {body.truncation[:40]!r}; it must be {' or '.join(TRUNCATIONS)}.")
     named = list(islice(_named(body.tools or (), "tools"), MAX_TOOLS + 1))
     if len(named) > MAX_TOOLS:
         raise invalid("tools", f"tools has more than {MAX_TOOLS} functions, with those of namespaces.")
@@ -78,8 +85,13 @@ def parse_responses(body: ResponsesBody, served: ApiModel) -> ParsedBody:
     definitions = [definition for definition, _ in named]
     tools = _choose(body, definitions, offered, served)
     options = _options(body, served)
-    text, reasoning = body.text or TextOptions(), body.reasoning or ReasoningOptions()
-    variables = template_variables(body.chat_template_kwargs, reasoning.effort, text.verbosity)
+    text, reasoning = body.text or TextOptions(), body.reasoning or ResponseReasoning()
+    if reasoning.exclude:
+        raise unsupported("reasoning.exclude", "only false: leave the items of the type reasoning out")
+    thinking = thinking_variables(
+        thinking=body.thinking, reasoning=reasoning, enabled=body.enable_thinking, budget=body.thinking_budget
+    )
+    variables = template_variables(body.chat_template_kwargs, thinking, text.verbosity)
     if tools is not None:
         variables["tools"] = shown_tools(definitions)
     request = ChatRequest(
@@ -127,7 +139,7 @@ def _options(body: ResponsesBody, served: ApiModel) -> Options:
         **{name: getattr(body, name) for name in SHARED},
         stream_options=None if body.stream_options is None else StreamOptions(include_obfuscation=padding),
     )
-    max_tokens = count("max_output_tokens", body.max_output_tokens, least=1)
+    max_tokens = token_limit("max_output_tokens", body.max_output_tokens)
     top = int(in_range("top_logprobs", body.top_logprobs or 0, 0, MAX_TOP_LOGPROBS))
     scored = top > 0 or LOGPROBS in (body.include or ())
     options = parse_options(sampling, served, max_tokens, top if scored else None)
@@ -152,7 +164,7 @@ def _answer(form: TextFormat | None) -> AnswerGrammar | None:
 def _echoed(body: ResponsesBody, options: Options, tools: ToolUse | None) -> dict[str, Any]:
     """What the response says of the request."""
     instructions = body.instructions or ""
-    reasoning, text = body.reasoning or ReasoningOptions(), body.text or TextOptions()
+    reasoning, text = body.reasoning or ResponseReasoning(), body.text or TextOptions()
     short = tools is not None and tools.n_chars <= ECHOED_CHARS
     return {
         **{name: getattr(body, name) for name in ECHOED},
@@ -164,11 +176,11 @@ def _echoed(body: ResponsesBody, options: Options, tools: ToolUse | None) -> dic
         "store": False,
         "temperature": options.sampling.temperature,
         "text": {"format": _filled(text.format or TextFormat(type="text")), "verbosity": text.verbosity},
-        "tool_choice": body.tool_choice or "auto",
+        "tool_choice": "required" if body.tool_choice == "any" else body.tool_choice or "auto",
         "tools": [_filled(tool) for tool in body.tools or () if tool.type in CLIENTS_OWN] if short else [],
         "top_logprobs": options.sampling.logprobs or 0,
         "top_p": options.sampling.top_p,
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
     }
 
 
@@ -222,10 +234,9 @@ def _choose(
 ) -> ToolUse | None:
     parallel = body.parallel_tool_calls is not False
     match body.tool_choice:
-        case None | "auto" | "none" | "required":
-            choice = AllowedTools(
-                may=body.tool_choice != "none", must=body.tool_choice == "required", parallel=parallel
-            )
+        case None | "auto" | "none" | "required" | "any":
+            must = body.tool_choice in ("required", "any")
+            choice = AllowedTools(may=body.tool_choice != "none", must=must, parallel=parallel)
         case {"type": "function" | "custom", "name": str()} as named:
             choice = AllowedTools(must=True, name=_shown(named), parallel=False)
         case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": list(allowed)}:

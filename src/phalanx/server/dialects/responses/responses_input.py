@@ -9,30 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.server.dialects.responses.responses_body import InputItem, InputPart
+from phalanx.server.dialects.responses.responses_body import RECORDS, TEXT_PARTS, InputItem, InputPart
 from phalanx.server.dialects.responses.responses_items import CUSTOM_INPUT, unseal
 from phalanx.server.fields.refusals import invalid, unsupported
-from phalanx.server.requests.conversation import arguments_of
+from phalanx.server.requests.conversation import CallsSoFar, arguments_of
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Roles of messages, and what templates call them."""
-TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
-RECORDS = (
-    "code_interpreter_call",
-    "computer_call",
-    "computer_call_output",
-    "file_search_call",
-    "image_generation_call",
-    "mcp_approval_request",
-    "mcp_approval_response",
-    "mcp_call",
-    "mcp_list_tools",
-    "tool_search_call",
-    "tool_search_output",
-    "web_search_call",
-)
-"""Items about tools that other servers run. The model cannot call them here; what came of them is in the messages."""
-
 UNSTORED = '"item_reference": nothing is stored; set store: false in the client, so that it sends the items themselves'
 """What helps a client that takes every response for a stored one, as Vercel's `ai` does until it is told otherwise."""
 
@@ -84,7 +67,7 @@ class _History:
         self._messages: list[dict[str, Any]] = []
         self._open: _Answer | None = None
         self._texted = False  # the last item was a text of the assistant's
-        self._called: dict[str, str] = {}  # id of a call -> the name that the model knows
+        self._calls = CallsSoFar()
 
     def say(self, role: str, text: str, **more: str) -> None:
         """Append a message that is no answer."""
@@ -141,14 +124,13 @@ class _History:
         name = shown_name(item.name, item.namespace)
         call = {"id": item.call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._answer().calls.append(call)
-        self._called[item.call_id] = name
 
     def _output(self, item: InputItem, where: str) -> None:
         if not item.call_id:
             raise invalid(f"{where}.call_id", f"{where}.call_id is missing; which call does it answer?")
-        called = self._called.get(item.call_id)
-        name = {} if called is None else {"name": called}  # some templates write it
-        self.say("tool", _text(item.output, f"{where}.output"), tool_call_id=item.call_id, **name)
+        self._end_answer()
+        answered = self._calls.result(item.call_id, f"{where}.call_id")
+        self.say("tool", _text(item.output, f"{where}.output"), **answered)
 
     def _answer(self) -> _Answer:
         """The answer that the items before belong to, or a new one."""
@@ -158,6 +140,7 @@ class _History:
     def _end_answer(self) -> None:
         if self._open is not None:
             self._messages.append(self._open.message())
+            self._calls.answer(self._open.calls)
             self._open = None
 
 

@@ -1,0 +1,126 @@
+"""Which numbers of a JSON schema a grammar holds exactly. Others are refused: answers would have another number.
+
+llguidance computes with floats of 64 bits, with bounds of integers of 64 bits and with multiples of 32 bits, and ends
+its process at the least of those bounds. Does not know which keywords it compiles.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from typing import Any, TypeGuard
+
+import msgspec
+
+from phalanx.server.fields.refusals import invalid, show, show_place
+from phalanx.text.schema_places import reached
+
+EXACT = 1 << 53
+"""Up to here a float of 64 bits is every integer; llguidance computes with such floats."""
+LARGEST = 1 << 63  # its bounds of integers have 64 bits, and at the least of them it recurses until its stack ends
+MOST_MULTIPLE = (1 << 32) // 10  # its remainders have 32 bits, and a digit is appended to them
+LARGEST_POWER = 308  # of ten, by which its JSON library multiplies or divides a float's digits
+EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
+"""A bound, and the keyword by which it is exclusive: true before draft 6, a bound itself since."""
+JOINING = frozenset({"$ref", "anyOf", "oneOf"})
+"""Keywords, besides allOf, by which a number is a multiple of several: of the least that all of them have."""
+
+
+def check_numbers(schema: Mapping[str, Any], place: str, *within: str) -> None:
+    """Refuse a schema with a number that its grammar would not hold exactly, in any part that is compiled.
+
+    Args:
+        place: the field, for errors.
+        within: where the schema stands in it, for errors.
+
+    Raises:
+        InvalidRequest: names the number's place.
+    """
+    parts = list(reached(schema))
+    joins = any("allOf" in part or ("multipleOf" in part and not JOINING.isdisjoint(part)) for _, part in parts)
+    multiples: set[float] = set()  # few, where they are joined: their product is limited
+    for keys, part in parts:
+        for inner, number, is_exact in _numbers(part):
+            safe = "numbers of up to 15 digits"
+            if inner == ["multipleOf"]:
+                safe = f"one up to {MOST_MULTIPLE}, beside others in one number as a product,"
+                multiples |= {abs(number)} - {0}
+                is_exact = is_exact and not (joins and _coefficient(*multiples) > MOST_MULTIPLE)
+            if not (is_exact and _is_read(number)):
+                where = show_place(".".join([place, *within, *keys, *inner]))
+                raise invalid(place, f"{where} is {show(number)}, which cannot be compiled exactly; {safe} can.")
+
+
+def _numbers(part: Mapping[str, Any]) -> Iterator[tuple[list[str], float, bool]]:
+    """The numbers of a schema, but not of those inside it: with the keys that lead to each, and whether it is exact."""
+    for keyword in ("const", "enum"):
+        for keys, leaf in _leaves([keyword], part.get(keyword)):
+            yield keys, leaf, _keeps(leaf, as_decimal=isinstance(leaf, float))
+    for inclusive, exclusive in EXCLUSIVE.items():
+        if _is_number(value := part.get(inclusive)):
+            limit = EXACT if part.get(exclusive) is True else LARGEST
+            yield [inclusive], value, (abs(value) < limit and _keeps(value)) or _is_int64(part, inclusive)
+        if _is_number(value := part.get(exclusive)):
+            yield [exclusive], value, abs(value) < EXACT  # 1 is added or subtracted
+    if _is_number(value := part.get("multipleOf")):
+        yield ["multipleOf"], value, _coefficient(value) <= MOST_MULTIPLE
+
+
+def _leaves(keys: list[str], value: Any) -> Iterator[tuple[list[str], float]]:
+    """The numbers anywhere inside a value."""
+    if _is_number(value):
+        yield keys, value
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from _leaves([*keys, str(key)], inner)
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _keeps(number: float, *, as_decimal: bool = True) -> bool:
+    """Whether a grammar says exactly this number.
+
+    Args:
+        as_decimal: it may be written as a float's shortest decimal: not of a constant integer.
+    """
+    if abs(number) <= EXACT:
+        return True
+    if abs(number) >= LARGEST or float(number) != number:
+        return False
+    return not as_decimal or Decimal(repr(float(number))) == int(number)
+
+
+def _is_int64(part: Mapping[str, Any], keyword: str) -> bool:
+    """Whether this is the largest integer of 64 bits as an integer's bound, which is exact by rounding twice."""
+    return keyword == "maximum" and part.get("type") == "integer" and bool(part[keyword] == LARGEST - 1)
+
+
+def _coefficient(*numbers: float) -> int:
+    """A number without its point: 25 of 0.25. Of several the product, when all have as many digits behind the point."""
+    if any(abs(number) >= LARGEST for number in numbers):
+        return LARGEST
+    digits = [_digits(Decimal(repr(number)).normalize()) for number in numbers]
+    least = min(0, *(exponent for _, exponent in digits))
+    return math.prod(significand * 10 ** (exponent - least) for significand, exponent in digits)
+
+
+def _is_read(number: float) -> bool:
+    """Whether llguidance's JSON library makes this float of its text, and not a neighbour. It rounds twice."""
+    if isinstance(number, int) or (abs(number) < 1e6 and number == round(number, 6)):  # twelve digits: fast, and exact
+        return True
+    for text in (repr(number), msgspec.json.encode(number).decode()):
+        significand, exponent = _digits(Decimal(text))
+        if abs(exponent) > LARGEST_POWER:
+            return False
+        power = float(f"1e{abs(exponent)}")
+        if abs(number) != (significand * power if exponent >= 0 else significand / power):
+            return False
+    return True
+
+
+def _digits(number: Decimal) -> tuple[int, int]:
+    """Digits and exponent, as the number is written."""
+    _, digits, exponent = number.as_tuple()
+    return int("".join(map(str, digits))), int(exponent)

@@ -1,0 +1,100 @@
+"""Breaks texts into lines of whole words that a terminal has room for, also while a text comes.
+
+By itself a terminal cuts a word at its right edge. Blocks of code stay as they are. Does not print.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TextIO
+
+from rich.cells import cell_len
+
+PARTS = re.compile(
+    r"\n|[^\S\n]+|[\u2e80-\ud7ff\uf900-\ufaff\uff00-\uffef]|[^\s\u2e80-\ud7ff\uf900-\ufaff\uff00-\uffef]+"
+)
+"""Ends of lines, blanks, words; each character of a language without blanks is a word."""
+FENCE = "```"
+MAX_BEGIN = 80  # characters of a line in which a fence is looked for
+
+
+class WordWrap:
+    """Breaks one text. Where the file is no terminal, the text stays as it is.
+
+    Args:
+        file: a terminal; its width is asked for at every word, since windows change.
+        indent: what broken lines go on with.
+    """
+
+    def __init__(self, file: TextIO, indent: str = "") -> None:
+        self._file = file
+        self._indent = indent
+        self._begin = ""  # of the line, as the text has it
+        self._column = 0  # where the terminal stands
+        self._blanks = self._word = ""  # not handed out: more of the word may come
+        self._may_break = False  # before the word
+        self._is_code = False
+
+    def add(self, text: str) -> str:
+        """What can be shown after a further part of the text."""
+        return "".join(map(self._add, PARTS.findall(self._as_shown(text))))
+
+    def end(self) -> str:
+        """What is left."""
+        return self._place(columns_of(self._file))
+
+    def _add(self, part: str) -> str:
+        room = columns_of(self._file)
+        if part == "\n":
+            shown = self._place(room) + part
+            self._is_code ^= self._begin.lstrip().startswith(FENCE)
+            self._begin, self._column, self._may_break = "", 0, False
+            return shown
+        self._begin += part[: MAX_BEGIN - len(self._begin)]
+        is_wide = cell_len(part) > 1 == len(part)
+        shown = self._place(room) if part.isspace() or is_wide else ""
+        if part.isspace():
+            self._blanks, self._may_break = part, True
+            return shown
+        self._word += part
+        self._may_break |= is_wide
+        if is_wide or self._is_code or cell_len(self._word) > room:
+            shown += self._place(room)
+            self._may_break = is_wide
+        return shown
+
+    def _place(self, room: int) -> str:
+        """The word, on the next line if this one has no room for it."""
+        width = cell_len(self._blanks + self._word)
+        if self._word and self._may_break and self._column and self._column + width > room > 0 and not self._is_code:
+            shown, self._column = f"\n{self._indent}", len(self._indent)
+            width = cell_len(self._word)
+        else:
+            shown = self._blanks
+        shown += self._word
+        self._column += width
+        if self._column > room > 0:  # the terminal itself has begun another line
+            self._column %= room
+        self._blanks = self._word = ""
+        self._may_break = False
+        return shown
+
+    def _as_shown(self, text: str) -> str:
+        """With escapes for what the terminal has no characters for: they are wider."""
+        encoding = self._file.encoding or "utf-8"
+        return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def fitted(text: str, file: TextIO) -> str:
+    """A whole text; broken lines go on indented, so that they cannot pass for entries of a log."""
+    wrap = WordWrap(file, indent="  ")
+    return wrap.add(text) + wrap.end()
+
+
+def columns_of(file: TextIO) -> int:
+    """Of the terminal; 0 if the file is none, or it does not say."""
+    try:
+        return os.get_terminal_size(file.fileno()).columns
+    except (OSError, ValueError):
+        return 0
