@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tracemalloc
 
 import jsonschema_rs
@@ -293,3 +294,20 @@ def test_dates_are_in_the_calendar(form, text, valid):
     tokens = tokenizer.tokenize_str(json.dumps(text))
     assert not matcher.is_error()
     assert (matcher.validate_tokens(tokens) == len(tokens)) == valid
+
+
+def test_an_empty_part_of_a_schema_costs_few_calls():
+    """16 KiB of them are read on the event loop."""
+    n_calls = 0
+
+    def count(frame, event, argument):
+        nonlocal n_calls
+        n_calls += event in ("call", "c_call")
+
+    body = parse_body(json.dumps({"prompt": "x", "guided_json": {"anyOf": [{}] * 1000}}).encode(), CompletionBody, 100)
+    sys.setprofile(count)
+    try:
+        parse_answer(body)
+    finally:
+        sys.setprofile(None)
+    assert n_calls < 1000 * 150
