@@ -182,5 +182,6 @@ def try_first_masks(matcher: LLMatcher) -> None:
 
 def reason(matcher: LLMatcher) -> str:
     """Why a matcher failed, in llguidance's words, on one line."""
-    words = " ".join(matcher.get_error().removesuffix("<non-verbose/>").split())
+    said, _, _ = matcher.get_error().removesuffix("<non-verbose/>").partition("<backtrace>")
+    words = " ".join(said.split())
     return "no text matches it" if words == NOTHING_MATCHES else words

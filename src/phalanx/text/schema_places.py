@@ -14,11 +14,14 @@ ONE = ("items", "additionalItems", "additionalProperties", "contains", "property
 LISTS = ("prefixItems", "anyOf", "oneOf", "allOf", "items")
 MAPS = ("properties", "patternProperties", "dependentSchemas")
 DEFINITIONS = ("$defs", "definitions")
+NESTING = frozenset({*ONE, *LISTS, *MAPS})
 MAX_TRIED = 1000  # parts of a schema
 
 
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
     """The schemas directly inside a schema, each with the keys that lead to it; definitions are left out."""
+    if NESTING.isdisjoint(schema):  # most are leaves, of which a body may hold thousands
+        return
     for key in ONE:
         if isinstance(schema.get(key), dict):
             yield [key], schema[key]
@@ -32,7 +35,8 @@ def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[list[str], dict[str,
 def definitions(schema: Mapping[str, Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
     """The schemas that a schema defines for references, each with the keys that lead to it."""
     for key in DEFINITIONS:
-        yield from _in_map(schema, key)
+        if key in schema:
+            yield from _in_map(schema, key)
 
 
 def reached(schema: Mapping[str, Any]) -> Iterator[tuple[list[str], Mapping[str, Any]]]:

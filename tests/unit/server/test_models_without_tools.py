@@ -139,6 +139,7 @@ def test_a_call_that_is_required_is_refused(tokenizer, path, choice, config):
         assert response.status_code == 400 and not engine.received
         said = message_of(response)
         assert "cannot call tools" in said and "Require no call" in said and "--tools" not in said
+        assert ("send no tools" in said) == (config is CONFIG)  # else the next answer would be that error
 
     run(tokenizer, scenario, config)
 

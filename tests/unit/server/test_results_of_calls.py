@@ -150,6 +150,13 @@ def test_results_come_to_the_template_in_the_order_of_the_calls(tokenizer, diale
 
 
 @pytest.mark.parametrize("dialect", ALL, ids=named)
+def test_an_id_of_two_calls_has_its_results_in_the_order_in_which_they_came(tokenizer, dialect):
+    results = [dialect.result(1, "b"), dialect.result(0, "a"), dialect.result(0, "c")]
+    (prompt,) = prompts_of(tokenizer, dialect, [dialect.calls(0, 1, 0), *results])
+    assert results_in(prompt) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("dialect", ALL, ids=named)
 def test_only_results_change_places_and_only_within_one_answers(tokenizer, dialect):
     """Kimi's ids repeat from turn to turn."""
     (prompt,) = prompts_of(

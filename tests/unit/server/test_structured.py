@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import tracemalloc
 
 import jsonschema_rs
 import pytest
@@ -214,6 +216,16 @@ def test_at_the_caps():
     assert answer(guided_regex="a" * MAX_GRAMMAR_CHARS) is not None
 
 
+def test_a_long_name_around_many_values_takes_little_memory():
+    """Each value's place has the name in it; a schema of 120 KB took 300 MB."""
+    tracemalloc.start()
+    try:
+        assert answer(guided_json={"x": {"name" * 15000: {f"{i}": {} for i in range(3000)}}}) is not None
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
 INNER = {"type": "object", "properties": {"a": {}}}
 SHUT = {**INNER, "additionalProperties": False}
 
@@ -282,3 +294,20 @@ def test_dates_are_in_the_calendar(form, text, valid):
     tokens = tokenizer.tokenize_str(json.dumps(text))
     assert not matcher.is_error()
     assert (matcher.validate_tokens(tokens) == len(tokens)) == valid
+
+
+def test_an_empty_part_of_a_schema_costs_few_calls():
+    """16 KiB of them are read on the event loop."""
+    n_calls = 0
+
+    def count(frame, event, argument):
+        nonlocal n_calls
+        n_calls += event in ("call", "c_call")
+
+    body = parse_body(json.dumps({"prompt": "x", "guided_json": {"anyOf": [{}] * 1000}}).encode(), CompletionBody, 100)
+    sys.setprofile(count)
+    try:
+        parse_answer(body)
+    finally:
+        sys.setprofile(None)
+    assert n_calls < 1000 * 150

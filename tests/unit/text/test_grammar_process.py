@@ -64,6 +64,12 @@ def test_a_refused_schema_is_refused_with_reason_and_place(trial, schema, place,
     assert caught.value.param == place and reason in caught.value.message and "\n" not in caught.value.message
 
 
+def test_a_refusal_by_a_failed_assertion_is_one_sentence():
+    with pytest.raises(GrammarRefused, match="assertion failed") as caught:
+        GrammarTrial([], GrammarLimits(seconds=60)).check_schema({"const": [1, 2] * 33000})
+    assert "backtrace" not in caught.value.message and len(caught.value.message) < 200
+
+
 @pytest.mark.parametrize(
     ("grammar", "reason"),
     [

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from phalanx.server.fields.refusals import invalid, too_deep
+from phalanx.server.fields.refusals import invalid, show_place, too_deep
 from phalanx.text.schema_places import definitions, subschemas, with_parts
 
 MAX_DEPTH = 100  # JSON values inside each other; llguidance reads 127, and OpenAI takes a fifth
@@ -33,11 +33,11 @@ def check_size(schema: Mapping[str, Any], place: str) -> None:
     Raises:
         InvalidRequest: names the place.
     """
-    level: list[tuple[str, Any]] = [(place, schema)]
+    level: list[tuple[str, str, Any]] = [(place, "", schema)]
     for _ in range(MAX_DEPTH):
-        level = [inner for path, value in level for inner in _inner(path, value)]
-        for path, value in level:
-            if path.endswith(".enum") and isinstance(value, list) and len(value) > MAX_ENUM:
+        level = [inner for path, _, value in level for inner in _inner(path, value)]
+        for path, key, value in level:
+            if key == "enum" and isinstance(value, list) and len(value) > MAX_ENUM:
                 raise invalid(place, f"{path} has {len(value)} values; at most {MAX_ENUM} are allowed.")
         if not level:
             return
@@ -95,8 +95,10 @@ def _all_parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from _all_parts(part)
 
 
-def _inner(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _inner(path: str, value: Any) -> Iterator[tuple[str, str, Any]]:
+    """The values directly inside a value: place, shortened since each has all names above it, key in an object."""
     if isinstance(value, dict):
-        yield from ((f"{path}.{key}", inner) for key, inner in value.items())
+        yield from ((show_place(f"{path}.{key}"), key, inner) for key, inner in value.items())
     elif isinstance(value, list):
-        yield from ((f"{path}[{i}]", inner) for i, inner in enumerate(value) if isinstance(inner, (dict, list)))
+        parts = ((i, inner) for i, inner in enumerate(value) if isinstance(inner, (dict, list)))
+        yield from ((show_place(f"{path}[{i}]"), "", inner) for i, inner in parts)

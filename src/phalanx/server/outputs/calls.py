@@ -192,6 +192,13 @@ def arguments_object(reader: Reader, calls: Calls, *ends: str) -> Steps[None]:
     yield from json_value(reader, calls.arguments)
 
 
+def after_surplus(reader: Reader, bracket: str) -> Steps[str]:
+    """Pass over closing brackets of which the model wrote too many; the next character, not taken."""
+    while (char := (yield from reader.next_nonspace())) == bracket:
+        yield from reader.accept(bracket)
+    return char
+
+
 def end_call(reader: Reader, calls: Calls, *marks: str) -> Steps[None]:
     """The JSON of a call is whole, and so is the call. Those of `marks` that follow in this order close it.
 

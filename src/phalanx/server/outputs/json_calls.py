@@ -15,6 +15,7 @@ from phalanx.server.outputs.calls import (
     ENDED,
     Broken,
     Calls,
+    after_surplus,
     arguments_object,
     end_call,
     json_string,
@@ -73,14 +74,13 @@ def read_objects(reader: Reader, calls: Calls, *, bare: bool = False, close: str
     yield from reader.accept("[")
     while True:
         yield from read_object(reader, calls, bare=bare)
-        while (yield from reader.next_nonspace()) == "}":  # one too many
-            yield from reader.accept("}")
+        following = yield from after_surplus(reader, "}")
         if (yield from reader.accept("]")):
             yield from end_call(reader, calls, *marks)
             return
         calls.end()
         if not (yield from reader.accept(",")):
-            raise Broken("the list of calls is not JSON." if (yield from reader.peek()) else ENDED)
+            raise Broken("the list of calls is not JSON." if following else ENDED)
 
 
 def read_object(reader: Reader, calls: Calls, *, bare: bool) -> Steps[None]:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from phalanx.server.outputs import values
-from phalanx.server.outputs.calls import ENDED, MAX_NAME, Broken, Calls, arguments_object
+from phalanx.server.outputs.calls import ENDED, MAX_NAME, Broken, Calls, after_surplus, arguments_object
 from phalanx.server.outputs.json_calls import read_object
 from phalanx.server.outputs.json_scanner import JsonScanner
 from phalanx.server.outputs.pieces import ToolDefinition
@@ -106,8 +106,7 @@ class MarkupCalls(Struct, frozen=True):
         """Read one call after its mark, up to and with its closing mark."""
         if not self.call_head and (yield from reader.next_nonspace()) == "{":
             yield from read_object(reader, calls, bare=False)
-            while (yield from reader.next_nonspace()) == "}":  # one too many
-                yield from reader.accept("}")
+            yield from after_surplus(reader, "}")
             yield from reader.accept(self.call[1])
             return
         head: list[str] = []

@@ -12,7 +12,7 @@ import re
 from msgspec import Struct
 
 from phalanx.server.outputs import values
-from phalanx.server.outputs.calls import ENDED, MAX_NAME, Broken, Calls, end_call
+from phalanx.server.outputs.calls import ENDED, MAX_NAME, Broken, Calls, after_surplus, end_call
 from phalanx.server.outputs.json_scanner import is_json
 from phalanx.server.outputs.reader import Reader, Steps, marks_of
 
@@ -50,8 +50,7 @@ class PythonicCalls(Struct, frozen=True):
         following = ","
         while following == ",":
             yield from self._call(reader, calls)
-            while (following := (yield from reader.next_nonspace())) == ")":  # one too many
-                yield from reader.accept(")")
+            following = yield from after_surplus(reader, ")")
             if following not in (",", "]"):
                 raise Broken("the list of calls is not closed.")
             yield from reader.accept(following)

@@ -27,9 +27,9 @@ class Marks:
         self._beginnings = frozenset(mark[:n] for mark in marks for n in range(1, len(mark)))
         self._longest = max(map(len, marks), default=0)
 
-    def held(self, text: str) -> int:
-        """The length of the end of `text` that may be the beginning of a mark."""
-        for n in range(min(self._longest - 1, len(text)), 0, -1):
+    def held(self, text: str, at: int) -> int:
+        """The length of the end of `text`, from `at` on, that may be the beginning of a mark."""
+        for n in range(min(self._longest - 1, len(text) - at), 0, -1):
             if text[-n:] in self._beginnings:
                 return n
         return 0
@@ -126,7 +126,7 @@ class Reader:
         n = 0
         while True:
             found = marks.pattern.search(self._text, self._at)
-            end = len(self._text) - (0 if self.ended else marks.held(self._text[self._at :]))
+            end = len(self._text) - (0 if self.ended else marks.held(self._text, self._at))
             if found and found.start() <= end:
                 end = found.start()
             else:
@@ -160,9 +160,11 @@ class Reader:
 
     def give_back(self, text: str) -> None:
         """Undo that `text` was taken last."""
-        self._text = text + self._text[self._at :]
-        self._at = 0
         n = len(text)
+        if n <= self._at:
+            self._at -= n
+        else:
+            self._text, self._at = text + self._text[self._at :], 0
         while n and self._record is not None:
             last = self._record.pop()
             if len(last) > n:

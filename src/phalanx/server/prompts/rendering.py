@@ -71,7 +71,7 @@ def in_order_of_calls(conversation: Conversation) -> Conversation:
     Results change places with each other between two messages of the assistant; other messages stay where they are.
     """
     messages, found = conversation.messages, list(conversation.messages)
-    order: dict[str, int] = {}  # id of a call of the last answer -> its place among them
+    waiting: dict[str, list[int]] = {}  # id in the last answer -> the places of its calls that have no result yet
     places: dict[int, int] = {}  # index of a result after that answer -> the place of its call
 
     def settle() -> None:
@@ -82,9 +82,11 @@ def in_order_of_calls(conversation: Conversation) -> Conversation:
         if message["role"] == "assistant":
             settle()
             places.clear()
-            order = {call["id"]: place for place, call in enumerate(message.get("tool_calls", ()))}
-        elif message["role"] == "tool" and message["tool_call_id"] in order:
-            places[index] = order[message["tool_call_id"]]
+            waiting = {}
+            for place, call in enumerate(message.get("tool_calls", ())):
+                waiting.setdefault(call["id"], []).append(place)
+        elif message["role"] == "tool" and (left := waiting.get(message["tool_call_id"])):
+            places[index] = left.pop(0)
     settle()
     if found == messages:
         return conversation

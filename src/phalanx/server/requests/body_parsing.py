@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from codecs import BOM_UTF8
-from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,10 +19,12 @@ from phalanx.server.fields.json_fields import (
     Readers,
     at_most,
     decode,
+    list_by,
+    list_of,
+    object_of,
     of_type,
     read_arguments,
     read_dict,
-    read_items,
     read_object,
     read_text,
     read_variables,
@@ -87,20 +88,10 @@ def parse_body(data: bytes, kind: type[B], max_ids: int, readers: Readers | None
 # -- fields that may be large --------------------------------------------------------------------------------------
 
 
-def _of_type(kind: type[B], types: tuple[str, ...], detail: str) -> Callable[[bytes, str], B]:
-    return lambda data, path: of_type(kind, types, detail, LARGE)(data, path)
-
-
-def _messages(data: bytes, path: str) -> list[ChatMessage]:
-    items = read_items(data, MAX_MESSAGES, path)
-    return [read_object(item, ChatMessage, f"{path}[{i}]", LARGE) for i, item in enumerate(items)]
-
-
 def _content(data: bytes, path: str) -> str | list[ContentPart]:
     if data[:1] != b"[":
         return read_text(data, path)
-    items = read_items(data, MAX_PARTS, path)
-    return [_part(item, f"{path}[{i}]") for i, item in enumerate(items)]
+    return list_by(_part, MAX_PARTS)(data, path)
 
 
 def _prompts(data: bytes, path: str, *, max_ids: int) -> str | list[str] | list[int] | list[list[int]]:
@@ -110,10 +101,9 @@ def _prompts(data: bytes, path: str, *, max_ids: int) -> str | list[str] | list[
     first = re.match(rb"\[\s*(.)", data, re.DOTALL)
     match first and first[1]:
         case b'"':
-            return [read_text(item, f"{path}[{i}]") for i, item in enumerate(read_items(data, MAX_PROMPTS, path))]
+            return list_by(read_text, MAX_PROMPTS)(data, path)
         case b"[":
-            items = enumerate(read_items(data, MAX_PROMPTS, path))
-            return [_ids(item, f"{path}[{i}]", max_ids=max_ids) for i, item in items]
+            return list_by(partial(_ids, max_ids=max_ids), MAX_PROMPTS)(data, path)
     return _ids(data, path, max_ids=max_ids)
 
 
@@ -136,65 +126,52 @@ def _ids(data: bytes, path: str, *, max_ids: int) -> list[int]:
     return ids
 
 
-def _tool_calls(data: bytes, path: str) -> list[ToolCallBody]:
-    items = enumerate(read_items(data, MAX_CALLS, path))
-    return [_tool_call(item, f"{path}[{i}]") for i, item in items]
-
-
 def _schema_or_text(data: bytes, path: str) -> dict[str, Any] | str:
     schema: dict[str, Any] | str = decode(data, dict[str, Any] | str, path)
     return schema
 
 
-def _tools(data: bytes, path: str) -> list[ToolBody]:
-    items = enumerate(read_items(data, MAX_TOOLS, path))
-    return [_tool(item, f"{path}[{i}]") for i, item in items]
+LARGE: dict[tuple[type, str], Reader] = {}  # filled below: readers of objects look their fields up in it
+_part = of_type(ContentPart, ("text",), ONLY_TEXT, LARGE)
+_tool_call = of_type(ToolCallBody, ("function",), ONLY_FUNCTIONS, LARGE)
+_tool = of_type(ToolBody, ("function",), ONLY_FUNCTIONS, LARGE)
+_format = of_type(ResponseFormatBody, ("text", "json_object", "json", "json_schema"), ANSWER_FORMATS, LARGE)
+_messages = list_of(ChatMessage, MAX_MESSAGES, LARGE)
+_tools = at_most(TOOLS_BYTES, list_by(_tool, MAX_TOOLS))
 
-
-_part = _of_type(ContentPart, ("text",), ONLY_TEXT)
-_tool_call = _of_type(ToolCallBody, ("function",), ONLY_FUNCTIONS)
-_tool = _of_type(ToolBody, ("function",), ONLY_FUNCTIONS)
-
-
-def _object_of(kind: type[Body]) -> Reader:
-    """Reads an object of known fields, for the names of its unknown ones."""
-    return lambda data, path: read_object(data, kind, path, LARGE)
-
-
-LARGE: Readers = {
+_large: Readers = {
     (ChatBody, "messages"): _messages,
     (ChatBody, "chat_template_kwargs"): read_variables,
     (TokenizeBody, "messages"): _messages,
     (TokenizeBody, "chat_template_kwargs"): read_variables,
-    (TokenizeBody, "tools"): at_most(TOOLS_BYTES, _tools),
+    (TokenizeBody, "tools"): _tools,
     (TokenizeBody, "prompt"): read_text,
     (ChatMessage, "content"): _content,
     (ChatMessage, "reasoning_content"): read_text,
     (ChatMessage, "reasoning"): read_text,
     (ContentPart, "text"): read_text,
     **{(ChatMessage, name): unread for name in (*INERT_IN_HISTORY, "function_call")},
-    (ChatMessage, "tool_calls"): _tool_calls,
-    (ToolCallBody, "function"): _object_of(CalledFunctionBody),
+    (ChatMessage, "tool_calls"): list_by(_tool_call, MAX_CALLS),
+    (ToolCallBody, "function"): object_of(CalledFunctionBody, LARGE),
     (ToolCallBody, "provider_specific_fields"): unread,
     (CalledFunctionBody, "arguments"): read_arguments,
     (CalledFunctionBody, "parsed_arguments"): unread,
-    (ChatBody, "tools"): at_most(TOOLS_BYTES, _tools),
-    (ToolBody, "function"): _object_of(FunctionBody),
+    (ChatBody, "tools"): _tools,
+    (ToolBody, "function"): object_of(FunctionBody, LARGE),
     (FunctionBody, "description"): read_text,
     (FunctionBody, "parameters"): read_variables,
     (ChatBody, "functions"): unread_list,
     (ChatBody, "prediction"): unread,
-    (ChatBody, "thinking"): _object_of(ThinkingOptions),
-    (ChatBody, "reasoning"): _object_of(ReasoningOptions),
-    (SamplingBody, "usage"): _object_of(UsageOptions),
-    (SamplingBody, "stream_options"): _object_of(StreamOptions),
-    (SamplingBody, "response_format"): _of_type(
-        ResponseFormatBody, ("text", "json_object", "json", "json_schema"), ANSWER_FORMATS
-    ),
+    (ChatBody, "thinking"): object_of(ThinkingOptions, LARGE),
+    (ChatBody, "reasoning"): object_of(ReasoningOptions, LARGE),
+    (SamplingBody, "usage"): object_of(UsageOptions, LARGE),
+    (SamplingBody, "stream_options"): object_of(StreamOptions, LARGE),
+    (SamplingBody, "response_format"): _format,
     **{(ResponseFormatBody, name): at_most(SCHEMA_BYTES, read_dict) for name in ("schema", "value")},
-    (ResponseFormatBody, "json_schema"): _object_of(JsonSchemaFormat),
+    (ResponseFormatBody, "json_schema"): object_of(JsonSchemaFormat, LARGE),
     (JsonSchemaFormat, "schema"): at_most(SCHEMA_BYTES, read_dict),
-    (SamplingBody, "structured_outputs"): _object_of(StructuredOutputs),
+    (SamplingBody, "structured_outputs"): object_of(StructuredOutputs, LARGE),
     (StructuredOutputs, "json"): at_most(SCHEMA_BYTES, _schema_or_text),
     (SamplingBody, "guided_json"): at_most(SCHEMA_BYTES, _schema_or_text),
 }
+LARGE.update(_large)

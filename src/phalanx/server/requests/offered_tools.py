@@ -159,10 +159,12 @@ def _toolless(served: ApiModel, *, must: bool) -> InvalidRequest:
     if not must:
         remedies.append("start the server with --tools drop, which leaves optional tools out")
     *others, last = remedies
+    refuses = served.drop_tools is None  # tools that no one has to call, too
+    change = "Send no tools" if not must else "Require no call and send no tools" if refuses else "Require no call"
     return InvalidRequest(
         f"The model {served.names[0]!r} cannot call tools: {why}. "
-        f"{'Require no call' if must else 'Send no tools'}, {''.join(f'{other}, ' for other in others)}or {last}.",
-        param="tool_choice" if must else "tools",
+        f"{change}, {''.join(f'{other}, ' for other in others)}or {last}.",
+        param="tools" if refuses else "tool_choice",
         code="unsupported_value",
     )
 

@@ -165,3 +165,21 @@ def test_longer_python_is_not_read() -> None:
     assert convert_guessed("[" + "'a', " * 1000 + "]") == to_json(["a"] * 1000)
     long = "[" + "'a', " * 100_000 + "]"
     assert convert_guessed(long) == to_json(long)
+
+
+@pytest.mark.parametrize("mark", ["</parameter> ", "<function=", "</function>"])
+def test_an_answer_that_comes_at_once_is_not_copied_at_every_mark(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that moved comes so: its next server reads all that was written."""
+    copied: list[bool] = []
+    give_back = Reader.give_back
+
+    def watched(self: Reader, text: str) -> None:
+        before = self._text
+        give_back(self, text)
+        copied.append(self._text is not before)
+
+    monkeypatch.setattr(Reader, "give_back", watched)
+    parser = make_parser(shapes_of("qwen3_coder", None), tools=TOOLS, in_reasoning=False, parse_tools=True)
+    assert parser is not None
+    parser.add(OPENINGS["qwen3_coder"][-1] + mark * 100)
+    assert len(copied) >= 99 and not any(copied)
