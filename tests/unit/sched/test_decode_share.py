@@ -196,3 +196,15 @@ def test_everything_ends_with_its_own_tokens(share, pace, own_s, lengths):
         sim.step()
     sim.run()
     assert sim.outputs == {request.id: reference(request) for request in requests}
+
+
+def test_decoding_without_a_prompt_is_no_credit():
+    budget = PrefillBudget(ON_CPU, TARGET_S, 0.5)
+    for _ in range(20):
+        budget.observe(0, 0.0, 0.5)
+    budget.observe(16, 1.2, 0.5)
+    assert budget.tokens(4) == 0
+    budget.observe(0, 0.0, 0.5)
+    assert budget.tokens(4) == 0
+    budget.observe(0, 0.0, 0.5)
+    assert budget.tokens(4) >= SMALLEST_CHUNK
