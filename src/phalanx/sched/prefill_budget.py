@@ -7,6 +7,7 @@ on a GPU, and how rows share the budget. Times are arguments. Does not know whic
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from phalanx.sched.sequence import Sequence
 SMALLEST_CHUNK = 16  # prompt tokens per step at least, however slow the machine
 PREFILL_ONLY = 4  # times its target that a step without decoding rows may take: wide products are faster per token
 BESIDE_S = 0.1  # of a chunk beside decoding rows on a CPU, unless a step of the rows alone takes longer
+RECENT = 8  # steps of the rows, of which the fastest counts: behind a chunk, or when memory was moved, they are slower
 BESIDE_STEPS = 2.0  # times the rows' own step: a longer chunk would be felt in their streams
 
 
@@ -64,7 +66,7 @@ class PrefillBudget:
         self._target_s = target_s
         self._owes = decode_share / (1 - decode_share)  # seconds of decoding for a second of prefill
         self._owed_s = 0.0  # of decoding, before the next chunk
-        self._decode_s = (math.inf, math.inf)  # of the last two steps with decoding rows
+        self._decode_s = deque([math.inf], maxlen=RECENT)  # of the last steps with decoding rows
         self._speed = math.inf  # prompt tokens per second
         self._limit = min(bounds.first, bounds.most)  # beside decoding rows
         self._limit_prefill_only = self._limit
@@ -82,7 +84,7 @@ class PrefillBudget:
         planned = self._limit_prefill_only
         if decode_s > 0:
             planned = self._beside()
-            self._decode_s = (self._decode_s[1], decode_s)
+            self._decode_s.append(decode_s)
             self._owed_s = max(0.0, self._owed_s + self._owes * prefill_s - min(self._decode_s))
         else:
             self._owed_s = 0.0  # the rows that were owed it have ended
@@ -108,7 +110,7 @@ class PrefillBudget:
         return max(SMALLEST_CHUNK, min(self._most - decoding, limit))
 
     def _beside(self) -> int:
-        """The limit beside decoding rows. One slow step of theirs, in which memory was moved, allows no long chunk."""
+        """The limit beside decoding rows. A slow step of theirs allows no long chunk."""
         step_s = min(self._decode_s)
         seconds = min(max(BESIDE_S, step_s), BESIDE_STEPS * step_s)
         if not self._follows_decoding or math.inf in (seconds, self._speed):
