@@ -86,7 +86,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     ] = None
     """Tokens of one step, at most: of prefill chunks and decoding rows together."""
     target_step_ms: Annotated[float, Meta(ge=1.0), Flag("Engine")] = 250.0
-    """Prefill chunks are cut so that a step takes about so many milliseconds."""
+    """Prefill chunks are cut so that a step takes about so many milliseconds; on a CPU, less beside streams."""
+    decode_share: Annotated[float, Meta(ge=0.0, le=0.95), Flag("Engine")] = 0.5
+    """Part of the time that streams keep while prompts are read; at 0, every step computes a chunk of them."""
     dtype: Annotated[Dtype, Flag("Engine")] = "auto"
     """Type of weights, scales and activations. `auto`: float32 on CPUs; the checkpoint's on GPUs, where scales of 32
     bits (of GGUF files) are rounded to float16. bfloat16 on CPUs: a GPU's rounding; quicker prompts and streams where

@@ -85,6 +85,23 @@ def test_tokens_do_not_wait_for_a_prompt(engine):
     assert (first, second[:7]) == ("1 sent", "forward")
 
 
+def test_the_prefill_budget_learns_of_rows_that_a_chunk_delays(engine, monkeypatch):
+    """A row that finishes its own prompt in the step was not delayed: what it decodes pays nothing."""
+    told: list[tuple[int, bool]] = []
+    observe = engine.scheduler.prefill_budget.observe
+
+    def noted(tokens, prefill_s, decode_s):
+        told.append((tokens, decode_s > 0))
+        observe(tokens, prefill_s, 1.0 if decode_s else 0.0)  # rows get all that is owed
+
+    monkeypatch.setattr(engine.scheduler.prefill_budget, "observe", noted)
+    submit(engine, "one", [5, 6, 7], 40)
+    steps(engine, 2)
+    submit(engine, "two", list(range(10, 35)), 4)
+    steps(engine, 3)
+    assert told == [(2, False), (0, True), (16, True), (8, True), (0, True)]
+
+
 def test_tokens_do_not_wait_for_rows_that_are_moved(engine):
     submit(engine, "one", [5, 6, 7], 6)
     submit(engine, "two", [8, 9, 10], 40)

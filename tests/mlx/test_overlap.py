@@ -92,6 +92,30 @@ def test_the_tokens_are_those_of_a_rank_that_waits(loaded, family, at_once, gree
     assert not runner.has_in_flight
 
 
+def test_no_forward_is_begun_while_a_prompt_is_read(loaded):
+    """A chunk would drop it. Steps that pay decoding rows what a chunk owes have none themselves."""
+    base, vocab = loaded("llama")
+    runner = overlapping(base, Overlap.BUILD)
+    engine = Engine(runner, vocab, batched=16)
+    stop = StopRule(max_tokens=200)
+    for name, prompt in (("stream", [5, 6, 7]), ("prompt", [*range(10, 200)])):
+        request = SequenceRequest(id=name, group=name, prompt=prompt, sampling=Sampling(temperature=0.0), stop=stop)
+        engine.take(Submit(request))
+        for _ in range(4):
+            engine.step()
+    row = engine.scheduler.by_id["prompt"]
+    assert runner.built and row.to_prefill > 50
+    engine.scheduler.prefill_budget.observe(16, 1e4, 0.1)  # the rows are owed more than they will get here
+    built, left = runner.built, row.to_prefill
+    for _ in range(5):
+        engine.step()
+    assert (row.to_prefill, runner.built) == (left, built)
+    engine.scheduler.cancel("prompt", 0.0)
+    for _ in range(4):
+        engine.step()
+    assert runner.built > built
+
+
 class InTurns(Always):
     """Six steps with drafts, then six that may overlap, and so on."""
 

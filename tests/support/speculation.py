@@ -112,6 +112,7 @@ class Engine:
             limits=limits,
             prefill=PrefillBounds(most=batched),
             target_step_s=0.1,
+            decode_share=0.5,
             prefix_budget=1 << 24,
             recurrent=runner.facts.recurrent,
         )

@@ -105,6 +105,7 @@ ENGINE_FLAGS: list[tuple[list[str], str, Any]] = [
     (["--max-num-seqs", "5"], "max_num_seqs", 5),
     (["--max-num-batched-tokens", "64"], "max_num_batched_tokens", 64),
     (["--target-step-ms", "100"], "target_step_ms", 100.0),
+    (["--decode-share", "0.75"], "decode_share", 0.75),
     (["--kv-cache-gb", "1.5"], "kv_cache_gb", 1.5),
     (["--prefix-cache-gb", "0.5"], "prefix_cache_gb", 0.5),
     (["--no-prefix-caching"], "prefix_cache_gb", 0.0),

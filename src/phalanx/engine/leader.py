@@ -214,8 +214,12 @@ class Leader:
         return self._grammars.masks(drafts)
 
     def _rows_repeat(self, step: Step) -> bool:
-        """Whether the next step probably feeds the same rows, each with the one token that is being drawn for it."""
-        if self.scheduler.waiting or not self.runner.may_dispatch_next(step.forwards):
+        """Whether the next step probably feeds the same rows, each with the one token that is being drawn for it.
+
+        Not while a prompt is read: a chunk would drop the forward that was begun.
+        """
+        scheduler = self.scheduler
+        if scheduler.waiting or scheduler.layout.prefills or not self.runner.may_dispatch_next(step.forwards):
             return False
         numbers = step.forwards[0].seqs
         rows = [self.scheduler.by_number[number] for number in numbers]
@@ -250,7 +254,8 @@ class Leader:
         seconds = self._timer.elapsed_s - execution.prefill_s
         decode_s = self._timer.phases_s["model"] - execution.prefill_s
         self._deadline.observe(execution.prefill_tokens, execution.prefill_s, decode_s, step.width)
-        self.scheduler.prefill_budget.observe(execution.prefill_tokens, execution.prefill_s, decode_s)
+        delayed_s = decode_s if step.has_older_rows else 0.0
+        self.scheduler.prefill_budget.observe(execution.prefill_tokens, execution.prefill_s, delayed_s)
         if self._speculator is not None:
             comparable_s = None if self.runner.captured_graph else seconds
             self._speculator.observe(step, verified.tokens, commits, comparable_s, self._timer.phases_s["draft"])

@@ -107,6 +107,7 @@ def _scheduler_config(config: EngineConfig, model: ServedModel, plan: MemoryPlan
             rows=config.max_num_seqs,
         ),
         target_step_s=config.target_step_ms / 1000,
+        decode_share=config.decode_share,
         prefix_budget=plan.budget.prefix,
         recurrent=facts.recurrent,
         largest_logits=plan.budget.largest_logits(model.vocab_size),

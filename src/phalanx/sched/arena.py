@@ -66,6 +66,11 @@ class ArenaLayout:
         """Placed sequences."""
         return sum(len(arena.rows) for arena in self.arenas)
 
+    @property
+    def prefills(self) -> bool:
+        """Whether a placed sequence has prompt tokens to compute."""
+        return any(arena.n_decoding < len(arena.rows) for arena in self.arenas)
+
     def rows(self) -> list[Sequence]:
         """All placed sequences, arena by arena, in slot order."""
         return [row for arena in self.arenas for row in arena.rows]

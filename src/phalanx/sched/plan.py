@@ -144,6 +144,12 @@ class Step(Struct, frozen=True, tag="step"):
         """Tokens per row of the widest sampling forward: 1 without drafts."""
         return max((len(forward.tokens[0]) for forward in self.forwards if forward.sample), default=1)
 
+    @property
+    def has_older_rows(self) -> bool:
+        """Whether rows decode that had finished their prompts before this step: its chunks delay their tokens."""
+        sampled = {number for forward in self.forwards if forward.sample for number in forward.seqs}
+        return not sampled <= {number for forward in self.forwards if not forward.sample for number in forward.seqs}
+
 
 class Reset(Struct, frozen=True, tag="reset"):
     """Free MLX's cached buffers (after the scheduler evicted every prefix entry in a `Step`)."""

@@ -1,12 +1,13 @@
 """The prefill budget (chunked prefill): how many prompt tokens a step computes, from how fast earlier steps were.
 
-Also its bounds on a CPU and on a GPU, and how rows share it. Times are arguments. Does not know which rows prefill
-(`scheduler.py`).
+A chunk beside decoding rows owes them decoding time, which they get before the next chunk. Also the bounds on a CPU and
+on a GPU, and how rows share the budget. Times are arguments. Does not know which rows prefill (`scheduler.py`).
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -14,6 +15,9 @@ from phalanx.sched.sequence import Sequence
 
 SMALLEST_CHUNK = 16  # prompt tokens per step at least, however slow the machine
 PREFILL_ONLY = 4  # times its target that a step without decoding rows may take: wide products are faster per token
+BESIDE_S = 0.1  # of a chunk beside decoding rows on a CPU, unless a step of the rows alone takes longer
+RECENT = 8  # steps of the rows, of which the fastest counts: behind a chunk, or when memory was moved, they are slower
+BESIDE_STEPS = 2.0  # times the rows' own step: a longer chunk would be felt in their streams
 
 
 class PrefillBounds(NamedTuple):
@@ -25,9 +29,11 @@ class PrefillBounds(NamedTuple):
     """Tokens of a step, those of decoding rows included."""
     longest_s: float = math.inf
     """No prefill part is planned to take longer, whatever the target."""
+    follows_decoding: bool = False
+    """Beside decoding rows, a chunk's time follows from that of their own step, and not only from the target."""
 
 
-ON_CPU = PrefillBounds()
+ON_CPU = PrefillBounds(follows_decoding=True)
 """A CPU's products are as fast for 512 tokens as for more, and a first chunk must not take minutes."""
 ON_GPU = PrefillBounds(first=256, most=2048, longest_s=2.0)
 """A GPU is idle for the most part with fewer tokens. macOS ends GPU work of about 5 s that waits for other ranks; 2 s
@@ -50,12 +56,18 @@ class PrefillBudget:
 
     Args:
         target_s: seconds that the prefill part of a step should take.
+        decode_share: part of the time that decoding rows keep beside prompts, below 1.
     """
 
-    def __init__(self, bounds: PrefillBounds, target_s: float) -> None:
+    def __init__(self, bounds: PrefillBounds, target_s: float, decode_share: float) -> None:
         self._most = bounds.most
         self._longest_s = bounds.longest_s
+        self._follows_decoding = bounds.follows_decoding
         self._target_s = target_s
+        self._owes = decode_share / (1 - decode_share)  # seconds of decoding for a second of prefill
+        self._owed_s = 0.0  # of decoding, before the next chunk
+        self._decode_s = deque([math.inf], maxlen=RECENT)  # of the last steps with decoding rows
+        self._speed = math.inf  # prompt tokens per second
         self._limit = min(bounds.first, bounds.most)  # beside decoding rows
         self._limit_prefill_only = self._limit
 
@@ -65,19 +77,45 @@ class PrefillBudget:
         The prefill part aims at the target time, or at the time of the decoding part where that is longer: on a slow
         machine prefill and decoding then share the time equally, so that neither starves. A step without decoding rows
         delays no token, only new requests, and may take longer.
+
+        Args:
+            decode_s: seconds that rows decoded which the prefill part delayed; 0 without such rows.
         """
+        planned = self._limit_prefill_only
+        if decode_s > 0:
+            planned = self._beside()
+            self._decode_s.append(decode_s)
+            self._owed_s = max(0.0, self._owed_s + self._owes * prefill_s - min(self._decode_s))
+        else:
+            self._owed_s = 0.0  # the rows that were owed it have ended
         if prefill_s <= 0 or tokens < min(SMALLEST_CHUNK, self._limit):
             return
         speed = tokens / prefill_s
+        if 2 * tokens < planned and 2 * prefill_s < self._target_s and speed < self._speed < math.inf:
+            return  # a prompt's short end, whose time is mostly that of any step: the next prompt begins as before
+        self._speed = speed
         self._limit = self._towards(speed, max(self._target_s, decode_s), self._limit)
         self._limit_prefill_only = self._towards(
             speed, max(PREFILL_ONLY * self._target_s, decode_s), self._limit_prefill_only
         )
 
     def tokens(self, decoding: int) -> int:
-        """Prompt tokens for the next step, which also feeds `decoding` tokens to decoding rows."""
-        limit = self._limit if decoding else self._limit_prefill_only
+        """Prompt tokens for the next step, which also feeds `decoding` tokens to decoding rows.
+
+        0 while these are owed time: steps that decode pay it, so that prompts wait for a bounded time.
+        """
+        if decoding and self._owed_s > 0:
+            return 0
+        limit = self._beside() if decoding else self._limit_prefill_only
         return max(SMALLEST_CHUNK, min(self._most - decoding, limit))
+
+    def _beside(self) -> int:
+        """The limit beside decoding rows. A slow step of theirs allows no long chunk."""
+        step_s = min(self._decode_s)
+        seconds = min(max(BESIDE_S, step_s), BESIDE_STEPS * step_s)
+        if not self._follows_decoding or math.inf in (seconds, self._speed):
+            return self._limit
+        return max(SMALLEST_CHUNK, min(self._limit, int(self._speed * seconds)))
 
     def _towards(self, speed: float, seconds: float, before: int) -> int:
         """What is computed in so many seconds at this speed, at most twice the limit before."""

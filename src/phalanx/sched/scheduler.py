@@ -33,6 +33,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     limits: KvLimits
     prefill: PrefillBounds
     target_step_s: float
+    decode_share: float
     prefix_budget: int  # bytes
     recurrent: bool = False  # rows hold recurrent state: no padding, a fresh row alone, prefixes whole
     largest_logits: int = 256  # tokens with logits in one step: of a chunk that is scored, of all rows with drafts
@@ -65,7 +66,7 @@ class Scheduler:
             config.limits.bytes_per_row,
             exact_only=config.recurrent,
         )
-        self.prefill_budget = PrefillBudget(config.prefill, config.target_step_s)
+        self.prefill_budget = PrefillBudget(config.prefill, config.target_step_s, config.decode_share)
         self.counters = Counters()
         self.waiting = WaitingQueue()
         self.by_id: dict[str, Sequence] = {}
@@ -105,9 +106,8 @@ class Scheduler:
 
     def give_up(self, number: int, reason: FinishReason, detail: str, now: float) -> None:
         """End a sequence that cannot go on, unless it has ended; its computed prefix may be kept."""
-        self._end_or_mark(
-            self.by_number.get(number), SequenceEnding(reason, detail, keep=not self.config.recurrent), now
-        )
+        ending = SequenceEnding(reason, detail, keep=not self.config.recurrent)
+        self._end_or_mark(self.by_number.get(number), ending, now)
 
     def reset_prefix_cache(self) -> None:
         """Drop every kept prefix."""

@@ -216,5 +216,5 @@ def make_config(**more) -> SchedulerConfig:
         bytes_per_row=more.pop("bytes_per_row", 0),
     )
     prefill = PrefillBounds(more.pop("first_chunk", 64), more.pop("max_num_batched_tokens", 64))
-    defaults = {"prefill": prefill, "target_step_s": 1.0, "prefix_budget": 1 << 18}
+    defaults = {"prefill": prefill, "target_step_s": 1.0, "decode_share": 0.5, "prefix_budget": 1 << 18}
     return SchedulerConfig(limits=limits, **{**defaults, **more})

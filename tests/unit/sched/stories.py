@@ -121,7 +121,7 @@ class Story:
             case "reset" if rnd.random() < 0.2:
                 scheduler.reset_prefix_cache()
             case "pace":
-                scheduler.prefill_budget.observe(16, rnd.uniform(0.1, 10), 0.1)
+                scheduler.prefill_budget.observe(64, rnd.uniform(0.1, 10), rnd.uniform(0.1, 20))
 
     def arrive(self) -> None:
         """A request of one or more choices; some want their prompt scored, some have a deadline."""

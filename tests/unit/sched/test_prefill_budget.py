@@ -28,7 +28,7 @@ decodes = st.lists(st.tuples(st.integers(0, 8), st.floats(0, 20)), min_size=1, m
 def test_no_step_is_planned_beyond_its_bounds(machine, steps, bounds):
     """No step has more tokens than allowed, or than twice the one before, or takes too long, except the smallest."""
     fixed_s, token_s = machine
-    budget = PrefillBudget(bounds, TARGET_S)
+    budget = PrefillBudget(bounds, TARGET_S, 0.0)
     decode_before_s = math.inf
     for i, (decoding, decode_s) in enumerate(steps):
         tokens = budget.tokens(decoding)
@@ -43,7 +43,7 @@ def test_no_step_is_planned_beyond_its_bounds(machine, steps, bounds):
 
 @pytest.mark.parametrize("decoding", [0, 3])
 def test_a_fast_gpu_goes_to_the_most_at_once(decoding):
-    budget = PrefillBudget(ON_GPU, TARGET_S)
+    budget = PrefillBudget(ON_GPU, TARGET_S, 0.0)
     sizes = []
     for _ in range(5):
         sizes.append(budget.tokens(decoding))
@@ -55,7 +55,7 @@ def test_a_slow_gpu_stays_below_the_watchdog_however_long_decoding_takes():
     """100 tokens/s, and decoding rows that take 30 s: on a CPU prefill takes as long, here never longer than 2 s."""
     found = {}
     for name, bounds in {"cpu": ON_CPU, "gpu": ON_GPU}.items():
-        budget = PrefillBudget(bounds._replace(most=10_000), TARGET_S)
+        budget = PrefillBudget(bounds._replace(most=10_000), TARGET_S, 0.0)
         for _ in range(12):
             tokens = budget.tokens(1)
             budget.observe(tokens, tokens / 100, 30.0)
@@ -65,8 +65,8 @@ def test_a_slow_gpu_stays_below_the_watchdog_however_long_decoding_takes():
 
 def test_the_bounds_of_a_machine():
     cpu, gpu = (prefill_bounds(on_gpu=on_gpu, most=None, rows=16) for on_gpu in (False, True))
-    assert cpu == (16, 512, math.inf)
-    assert gpu == (256, 2048, 2.0)
+    assert cpu == (16, 512, math.inf, True)
+    assert gpu == (256, 2048, 2.0, False)
     assert prefill_bounds(on_gpu=True, most=None, rows=4096).most == 4096
     assert prefill_bounds(on_gpu=True, most=100, rows=16).most == 100
-    assert PrefillBudget(prefill_bounds(on_gpu=True, most=100, rows=16), TARGET_S).tokens(0) == 100
+    assert PrefillBudget(prefill_bounds(on_gpu=True, most=100, rows=16), TARGET_S, 0.0).tokens(0) == 100

@@ -365,7 +365,7 @@ def test_random_lives(data: st.DataObject):
 def test_chunks_start_small_and_follow_the_machines_speed(decoding: bool):
     """A first chunk that takes minutes on a slow machine would look like a stall. Alone, prefill takes longer steps."""
     limits = {"max_num_batched_tokens": 513, "first_chunk": 16, "target_step_s": 1.0, "max_model_len": 8192}
-    sim = Simulation(make_config(**limits))
+    sim = Simulation(make_config(**limits, decode_share=0.0))
     if decoding:
         sim.submit(make_request("other", prompt_of(3), 500))
         sim.step()
