@@ -71,7 +71,7 @@ def test_signals_read_files_again_and_drain(tmp_path):
             assert "(replicas: a)" in made.first and httpx.get(f"{url}/metrics", timeout=60).status_code == 404
             file.write_text(f'[[replica]]\nname = "b"\nurl = "{url_b}"\nweight = 0\n')
             made.signal(signal.SIGHUP)
-            wait_until(lambda: "line 4: Expected `float` >= 0.01" in made.log)
+            wait_until(lambda: "line 4: 'weight' has to be at least 0.01" in made.log)
             assert list(states(url)) == ["a"]
             file.write_text(f'[[replica]]\nname = "b"\nurl = "{url_b}"\n')  # noticed without a signal as well
             wait_until(lambda: states(url) == {"b": "ok"})

@@ -218,10 +218,11 @@ class Leader:
 
         Not while a prompt is read: a chunk would drop the forward that was begun.
         """
-        scheduler = self.scheduler
-        if scheduler.waiting or scheduler.layout.prefills or not self.runner.may_dispatch_next(step.forwards):
+        if self.scheduler.waiting or not self.runner.may_dispatch_next(step.forwards):
             return False
         numbers = step.forwards[0].seqs
+        if any(row.number not in numbers for row in self.scheduler.layout.prefilling()):
+            return False
         rows = [self.scheduler.by_number[number] for number in numbers]
         if not all(map(after_next, rows)):
             return False

@@ -66,10 +66,9 @@ class ArenaLayout:
         """Placed sequences."""
         return sum(len(arena.rows) for arena in self.arenas)
 
-    @property
-    def prefills(self) -> bool:
-        """Whether a placed sequence has prompt tokens to compute."""
-        return any(arena.n_decoding < len(arena.rows) for arena in self.arenas)
+    def prefilling(self) -> list[Sequence]:
+        """Placed sequences whose prompts were not computed before this step."""
+        return [row for arena in self.arenas for row in arena.rows[arena.n_decoding :]]
 
     def rows(self) -> list[Sequence]:
         """All placed sequences, arena by arena, in slot order."""

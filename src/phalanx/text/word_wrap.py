@@ -5,11 +5,10 @@ By itself a terminal cuts a word at its right edge. Blocks of code stay as they 
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from typing import TextIO
-
-from rich.cells import cell_len
 
 PARTS = re.compile(
     r"\n|[^\S\n]+|[\u2e80-\ud7ff\uf900-\ufaff\uff00-\uffef]|[^\s\u2e80-\ud7ff\uf900-\ufaff\uff00-\uffef]+"
@@ -17,6 +16,11 @@ PARTS = re.compile(
 """Ends of lines, blanks, words; each character of a language without blanks is a word."""
 FENCE = "```"
 MAX_BEGIN = 80  # characters of a line in which a fence is looked for
+
+
+def cell_len(text: str) -> int:
+    """Columns that a text takes. rich has the table, and is imported late: ranks import this module as well."""
+    return int(importlib.import_module("rich.cells").cell_len(text))
 
 
 class WordWrap:

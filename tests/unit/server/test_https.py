@@ -23,7 +23,7 @@ from phalanx.cluster.probe import ask_health
 from phalanx.cluster.supervisor import Spec
 from phalanx.errors import ConfigError
 from phalanx.http.connection_table import Deadlines
-from phalanx.http.listening import base_url
+from phalanx.http.listening import base_url, own_address
 from phalanx.server.start import serve
 from phalanx.supervision.fake_engine import FakeEngine, replying
 from phalanx.text.tokenizer import Tokenizer
@@ -65,7 +65,7 @@ def running(tokenizer, files, clock) -> Iterator[Running]:
 
 def test_the_address_says_https(running):
     assert running.base_url.startswith("https://127.0.0.1:")
-    assert base_url("::", 1, tls=True) == "https://127.0.0.1:1/v1"
+    assert base_url("::", 1, tls=True) == f"https://{own_address()}:1/v1"
 
 
 def test_streams(running, files):
