@@ -5,9 +5,9 @@ By itself a terminal cuts a word at its right edge. Blocks of code stay as they 
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
+import unicodedata
 from typing import TextIO
 
 PARTS = re.compile(
@@ -19,8 +19,11 @@ MAX_BEGIN = 80  # characters of a line in which a fence is looked for
 
 
 def cell_len(text: str) -> int:
-    """Columns that a text takes. rich has the table, and is imported late: ranks import this module as well."""
-    return int(importlib.import_module("rich.cells").cell_len(text))
+    """Columns that a text takes. Without rich, which has a table of its own: ranks import this module as well."""
+    if text.isascii():
+        return len(text)
+    shown = [char for char in text if unicodedata.category(char) not in ("Mn", "Me", "Cf")]
+    return len(shown) + sum(unicodedata.east_asian_width(char) in "WF" for char in shown)
 
 
 class WordWrap:
