@@ -96,7 +96,7 @@ def test_no_forward_is_begun_while_a_prompt_is_read(loaded):
     """A chunk would drop it. Steps that pay decoding rows what a chunk owes have none themselves."""
     base, vocab = loaded("llama")
     runner = overlapping(base, Overlap.BUILD)
-    engine = Engine(runner, vocab, batched=16)
+    engine = Engine(runner, vocab, batched=16, decode_share=0.5)
     stop = StopRule(max_tokens=200)
     for name, prompt in (("stream", [5, 6, 7]), ("prompt", [*range(10, 200)])):
         request = SequenceRequest(id=name, group=name, prompt=prompt, sampling=Sampling(temperature=0.0), stop=stop)

@@ -92,7 +92,11 @@ class Post:
 
 
 class Engine:
-    """A leader and a model. Engines may share a model if only one of them runs at a time."""
+    """A leader and a model. Engines may share a model if only one of them runs at a time.
+
+    Args:
+        decode_share: above 0, when a prompt is read depends on how long steps take.
+    """
 
     def __init__(
         self,
@@ -102,6 +106,7 @@ class Engine:
         rows: int = 16,
         budget: int = 1 << 28,
         batched: int = 160,
+        decode_share: float = 0.0,
         post: Post | None = None,
         compiler: GrammarCompiler | None = None,
     ) -> None:
@@ -112,7 +117,7 @@ class Engine:
             limits=limits,
             prefill=PrefillBounds(most=batched),
             target_step_s=0.1,
-            decode_share=0.5,
+            decode_share=decode_share,
             prefix_budget=1 << 24,
             recurrent=runner.facts.recurrent,
         )
