@@ -1,14 +1,15 @@
 """Seconds until a fault is noticed and until streams resume, for real groups and every kind of fault.
 
-A stream runs on a group of ranks; then a rank is killed, stopped or stuck, or the fabric delivers a wrong buffer.
+A stream runs on a group of ranks; then a rank is killed, stopped or stuck, or its collective backend delivers
+a wrong buffer.
 
     noticed   from the fault (or the last token before it) until the leader's verdict reaches the server, or the
               leader's process ends
     down      until no process of the group is left: ranks get 3 s to end, then the server kills them
     back      until the stream's next token, from a group that has started, loaded and tested itself again
 
-What to expect: a death closes a connection (milliseconds); silence takes --silence-seconds (2 s); a stuck
-rank takes the step's limit, the larger of --wedge-seconds and 5 times the predicted step. The last line is JSON.
+What to expect: a death closes a connection (milliseconds); silence takes --heartbeat-timeout-seconds (2 s); a stuck
+rank takes the step's limit, the larger of --step-timeout-seconds and 5 times the predicted step. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ FAULTS: dict[str, str | Callable[[EngineProcess], None]] = {
     "worker terminated (SIGTERM)": lambda engine: os.kill(engine.rank_pids[1], signal.SIGTERM),
     "worker stands still": f"wedge:rank=1,step={STEP}",
     "rows tampered with": f"tamper:rank=1,step={STEP}",
-    "garbage from the fabric": f"garbage:rank=1,step={STEP},layer=3",
+    "garbage from the backend": f"garbage:rank=1,step={STEP},layer=3",
 }
 REQUEST = SequenceRequest(
     id="a", group="a", prompt=[5, 6, 7], sampling=Sampling(temperature=0.0), stop=StopRule(max_tokens=400)

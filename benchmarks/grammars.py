@@ -5,7 +5,7 @@ microseconds a row, while the device computes for milliseconds. Applying it cost
 without drafts should be as fast as free text. With drafts, what the schema forces (names of properties, punctuation)
 comes in one forward: the gain depends on how much of an answer that is.
 
-The same requests run in turn: free text and the schema without drafts (`most_drafts` 0), the schema with them. Speeds
+The same requests run in turn: free text and the schema without drafts (`max_drafts` 0), the schema with them. Speeds
 are output tokens/s after the first token, of one stream; ratios are taken within a round. The tokens of both answers
 under the schema must be equal. The last line is one JSON object.
 
@@ -153,7 +153,7 @@ async def speeds(model: Path, tokenizer: Tokenizer, rounds: int, control: Contro
                 ends = tokenizer.eos_ids if grammar else frozenset[int]()
                 return SequenceRequest(
                     id=kind, group=kind, prompt=prompt, sampling=Sampling(temperature=0.0), grammar=grammar,
-                    stop=StopRule(max_tokens=160, stop_ids=ends), most_drafts=drafts,
+                    stop=StopRule(max_tokens=160, stop_ids=ends), max_drafts=drafts,
                 )  # fmt: skip
 
             _, free = await client.ask(request("free", "", 0))

@@ -138,7 +138,7 @@ def sum_latency_us(model: Path, config: dict[str, Any], backend: str) -> float:
     command = [sys.executable, "-m", "phalanx", "selftest", str(model), "--tp", "2", "--backend", backend, "--json"]
     answer = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     wanted = 4 * config["hidden_size"]
-    figures = answer["info"]["self_test"]["fabric"]
+    figures = answer["info"]["self_test"]["all_reduce"]
     return float(min(figures, key=lambda figure: abs(figure["bytes"] - wanted))["median_us"])
 
 

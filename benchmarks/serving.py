@@ -43,7 +43,7 @@ from phalanx.bench.load_generator import OfferedLoad, closed_loop, ttft
 
 RAMP_S = 0.03  # mlx_lm.server listens with a backlog of 5: of 16 connections made at once it resets a few
 ROUNDS = 3
-LEAST_ROUNDS = 2
+MIN_ROUNDS = 2
 WORDS = "river stone light seven garden letter winter bread engine silver morning paper window road music cloud".split()
 
 
@@ -64,7 +64,7 @@ class Subject:
     write: Callable[[Path], Path]
     points: tuple[Point, ...]
     long_prompt: int  # words
-    seconds: float  # per point; after that, LEAST_ROUNDS are enough
+    seconds: float  # per point; after that, MIN_ROUNDS are enough
 
 
 SUBJECTS = (
@@ -164,7 +164,7 @@ async def measure(
     first = Pairs(f"{at}: TTFT ms", False)
     start = time.monotonic()
     for turn in range(rounds):
-        if turn >= LEAST_ROUNDS and time.monotonic() - start > seconds:
+        if turn >= MIN_ROUNDS and time.monotonic() - start > seconds:
             break
         bodies = [request(prompt(point.words, turn, i), point.output) for i in range(point.concurrency)]
         for name in order(turn):
@@ -181,7 +181,7 @@ async def measure_beside(clients: Mapping[str, httpx.AsyncClient], subject: Subj
     result = Pairs("short beside long: TTFT ms", False)
     start = time.monotonic()
     for turn in range(rounds):
-        if turn >= LEAST_ROUNDS and time.monotonic() - start > subject.seconds:
+        if turn >= MIN_ROUNDS and time.monotonic() - start > subject.seconds:
             break
         for name in order(turn):
             client = clients[name]

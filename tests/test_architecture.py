@@ -84,7 +84,7 @@ PURE = (
         for name in "discovery argument_flags host_platform hostfile_parser replica_layout network shape".split()
     ),
     *(f"dist/{name}.py" for name in "stage_frames stall topology".split()),
-    *(f"server/endpoints/{name}.py" for name in "migration numerics".split()),
+    *(f"server/endpoints/{name}.py" for name in "migration determinism_key".split()),
     "model/gguf/gguf_header.py", "model/gguf/gguf_pretokenizers.py",
     *(f"supervision/{name}.py" for name in "fast_synch rank_log restarts".split()),
     "text/schema_places.py", "text/stop_strings.py",

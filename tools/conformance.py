@@ -92,7 +92,7 @@ def run(family: str) -> tuple[str, bool]:
             return f"| {family} | not run | cannot be built on this machine: {type(error).__name__} | | | |", True
     assert outcome.facts is not None
     caches, _, why = outcome.facts.description.partition("; rows one by one: ")
-    served = "together" if outcome.facts.rolls_back else "together, no rollback"
+    served = "together" if outcome.facts.supports_rollback else "together, no rollback"
     if why:
         served = f"one by one: {why}"
     if outcome.wrong or outcome.left:

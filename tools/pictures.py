@@ -56,7 +56,7 @@ MOVED_STREAM = (
         Message(1, 0, "event"),
         Message(1, 1, "keep the record: tokens 17, 4"),
         Message(2, 1, "connection lost, or: engine down"),
-        Message(1, 1, "choose B: equal numerics"),
+        Message(1, 1, "choose B: equal determinism_key"),
         Message(1, 3, "request again, with tokens 17, 4"),
         Message(3, 3, "prefill these; show nothing"),
         Message(3, 1, "the next event, then its record"),

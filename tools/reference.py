@@ -377,7 +377,7 @@ def protocols() -> str:
                  "msgpack, JSON (`supervision/wire.py`, `supervision/programs.py`, `cluster/host_verbs.py`)",
                  "the release's", "`up` and `doctor` name a host with another release"),
         Protocol("gateway and server", "records of streams that may move (`http/stream_records.py`)",
-                 "`numerics` of `/health`", "a stream goes on exactly only where it is equal"),
+                 "`determinism_key` of `/health`", "a stream goes on exactly only where it is equal"),
         Protocol("clients of Ollama and server", "Ollama's API (`server/dialects/ollama/`)",
                  ollama_models.API_VERSION, "clients ask `/api/version`"),
         Protocol("clients and server, gateway", "OpenAPI description at `/openapi.json`", openapi.VERSION, ""),

@@ -136,7 +136,7 @@ struct Exact {
   static constexpr int64_t kDepth = 512;
 
   const kern_quant_matmul_args& args;
-  const int64_t less, most_rows;  // segments of up to `less` rows and of more than `most_rows` are left to others
+  const int64_t less, max_rows;  // segments of up to `less` rows and of more than `max_rows` are left to others
   const kern_quant& w = args.w;
   int64_t blocks = (w.width + F::block - 1) / F::block;
   int64_t width = blocks * F::block;
@@ -154,7 +154,7 @@ struct Exact {
       memset(row + w.width, 0, static_cast<size_t>(width - w.width) * sizeof(float));
       for (int64_t i = begin; i < end; i++) {
         const int64_t together = slots.segments[slots.of[first + i]].count;
-        if (together <= less || together > most_rows) continue;
+        if (together <= less || together > max_rows) continue;
         const bool few = together <= kFew;
         read_row(args.x, args.x_type, slots.in[first + i] * w.width, w.width, row);
         permute<F>(row, blocks, few, x + i * ld);
@@ -255,7 +255,7 @@ struct Exact {
       chunks((end - begin) * panels, panel_step(w, kPanelN, count), [&](int64_t from, int64_t to) {
         for (int64_t i = from; i < to; i++) {
           const Segment& s = slots.segments[begin + i / panels];
-          if (s.count <= less || s.count > most_rows) continue;
+          if (s.count <= less || s.count > max_rows) continue;
           const int64_t n = i % panels * kPanelN, columns = least(kPanelN, w.rows - n);
           float* c = static_cast<float*>(scratch(SLOT_CHUNK_2, static_cast<size_t>(s.count * kPanelN) * sizeof(float)));
           if (s.count == 1)

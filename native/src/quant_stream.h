@@ -174,13 +174,13 @@ struct Repacked;
 
 constexpr int64_t kRepacked = 8;
 
-// Segments of up to `most_rows` rows; what has more is left to others.
+// Segments of up to `max_rows` rows; what has more is left to others.
 template <class Layout>
 struct Streamed {
   using F = typename Layout::Format;
 
   const kern_quant_matmul_args& args;
-  const int64_t most_rows;
+  const int64_t max_rows;
   const kern_quant& w = args.w;
   int64_t blocks = (w.width + F::block - 1) / F::block;
   int64_t width = blocks * F::block;
@@ -194,7 +194,7 @@ struct Streamed {
   const int64_t* row_of = nullptr;
   Beside beside{};
 
-  bool repacks(const Segment& s) const { return (w.repacked || s.count >= kRepacked) && s.count <= most_rows; }
+  bool repacks(const Segment& s) const { return (w.repacked || s.count >= kRepacked) && s.count <= max_rows; }
   StreamRow prepared(int64_t slot) const {
     const int64_t at = row_of != nullptr ? row_of[slot] : slot;
     return {x + at * ld, factors + at * room, sums + at * room, nullptr};
@@ -212,7 +212,7 @@ struct Streamed {
       memset(row + w.width, 0, static_cast<size_t>(width - w.width) * sizeof *row);
       memset(numbers + w.width, 0, static_cast<size_t>(width - w.width) * sizeof *numbers);
       for (int64_t i = begin; i < end; i++) {
-        if (row_of == nullptr && slots.segments[slots.of[first + i]].count > most_rows) continue;
+        if (row_of == nullptr && slots.segments[slots.of[first + i]].count > max_rows) continue;
         read_row(args.x, args.x_type, (row_of != nullptr ? i : slots.in[first + i]) * w.width, w.width, row);
         float *factor = factors + i * room, *total = sums + i * room;
         memset(factor + group_count, 0, static_cast<size_t>(room - group_count) * sizeof(float));
@@ -291,7 +291,7 @@ struct Streamed {
       chunks((end - begin) * panels, panel_step(w, panel, 1), [&](int64_t from, int64_t to) {
         for (int64_t i = from; i < to; i++) {
           const Segment& s = slots.segments[begin + i / panels];
-          if (s.count > most_rows) continue;
+          if (s.count > max_rows) continue;
           const int64_t n = i % panels * panel, columns = least(panel, w.rows - n);
           if (float* out = out_of(slots, s)) {
             multiply(s, s.first - first, n, columns, out + n, w.rows);

@@ -366,7 +366,7 @@ namespace kern::KERN_NS {
 // has groups that end within a step of tiles but that of 16.
 template <class F>
 KERN_INLINE void run_exact(const kern_quant_matmul_args& args, const Slots& slots) {
-  int64_t less = 0, most_rows = slots.count;
+  int64_t less = 0, max_rows = slots.count;
 #if defined(KERN_AVX512)
   if (has_pairs && args.x_type == KERN_BF16) {
     Streamed<Pairs<F>>{args, kBlockRows}.run(slots);
@@ -378,12 +378,12 @@ KERN_INLINE void run_exact(const kern_quant_matmul_args& args, const Slots& slot
     if (slots.smallest() <= less) Streamed<Digits<F, 3>>{args, less}.run(slots);
   }
   if (tiles) {
-    most_rows = InTiles<F>::fewer;
-    if (slots.largest() > most_rows) InTiles<F>{args}.run(slots);
+    max_rows = InTiles<F>::fewer;
+    if (slots.largest() > max_rows) InTiles<F>{args}.run(slots);
   }
-  if (slots.smallest() > most_rows || slots.largest() <= less || less == most_rows) return;
+  if (slots.smallest() > max_rows || slots.largest() <= less || less == max_rows) return;
 #endif
-  Exact<F>{args, less, most_rows}.run(slots);
+  Exact<F>{args, less, max_rows}.run(slots);
 }
 
 }  // namespace kern::KERN_NS

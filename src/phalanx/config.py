@@ -29,7 +29,7 @@ ActivationDtype = Literal["model", "float32", "float16", "bfloat16"]
 MAX_RANKS = 16
 """Largest group; the attention heads of no model divide among more ranks."""
 NONCE_BITS = 48
-"""Of the random number that tells starts apart; the fabric compares it as three numbers of 16 bits."""
+"""Of the random number that tells starts apart; the group compares it as three numbers of 16 bits."""
 RUN_PHALANX = ("-P", "-m", "phalanx")
 """Python's options that run phalanx. -P: the current directory may hold a file with the name of a module."""
 CREDENTIALS_FILE = "credentials.json"
@@ -37,7 +37,7 @@ CREDENTIALS_FILE = "credentials.json"
 AGENT_PORT = 32330
 """TCP port on which every host but the first waits for the first one to start ranks."""
 COORDINATOR_PORT = 32323
-"""TCP port of JACCL. JACCL takes every connection for a rank, so phalanx never probes whether the port is free (F3)."""
+"""TCP port of JACCL. JACCL takes every connection for a rank, so phalanx never probes whether the port is free."""
 
 CpuPrecision = Literal["auto", "exact", "fast"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -145,9 +145,9 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """A checksum and a tag on every sum, checked before a token of the step is committed."""
     join_seconds: Annotated[float, Meta(ge=1.0), Flag("Ranks")] = 60.0
     """Seconds in which ranks must find each other at start."""
-    silence_seconds: Annotated[float, Meta(ge=0.5), Flag("Ranks")] = 2.0
+    heartbeat_timeout_seconds: Annotated[float, Meta(ge=0.5), Flag("Ranks")] = 2.0
     """Seconds without a heartbeat after which a rank is lost."""
-    wedge_seconds: Annotated[float, Meta(ge=0.5), Flag("Ranks")] = 10.0
+    step_timeout_seconds: Annotated[float, Meta(ge=0.5), Flag("Ranks")] = 10.0
     """Seconds for a step; one that takes longer, and 5 times longer than predicted, ends the group."""
     inject: Annotated[str | None, Flag("Ranks", metavar="KIND:rank=R,step=S")] = None
     """Produce a fault once, for drills and tests (`,layer=L` may follow): garbage, stale, zero, permute, kill, suspend,
@@ -210,12 +210,12 @@ class HostConfig(Struct, frozen=True, kw_only=True):
     name: str
     """Its name for ssh and in messages."""
     address: str
-    """Address of its agent; of the first host: for control connections. Stable, wired or Wi-Fi (F3)."""
+    """Address of its agent; of the first host: for control connections. Stable, wired or Wi-Fi."""
     ips: tuple[str, ...] = ()
     """Addresses for a ring's collectives, by which the previous rank reaches this one. In a file, none means
     `address`."""
     rdma: tuple[str | tuple[str, ...] | None, ...] = ()
-    """RDMA devices of this host towards each host of the cluster, None for itself; empty without RDMA (F2)."""
+    """RDMA devices of this host towards each host of the cluster, None for itself; empty without RDMA."""
     gpus: Annotated[int, Meta(ge=0)] = 0
     """Number of NVIDIA GPUs that MLX can use there. A rank computes on the first; with one on every host, `auto` is
     nccl."""

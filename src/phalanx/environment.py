@@ -98,7 +98,7 @@ def under_launchd() -> bool:
 
 
 def memory_guard_override_gb() -> float | None:
-    """`PHALANX_MEMORY_GUARD_GB`, else `MLX_MEMORY_GUARD_GB` (B2); None when neither is set.
+    """`PHALANX_MEMORY_GUARD_GB`, else `MLX_MEMORY_GUARD_GB`; None when neither is set.
 
     Raises:
         ConfigError: the variable is not a non-negative number.

@@ -42,7 +42,7 @@ class WeightsError(ModelError):
 
 
 class MemoryShortage(PhalanxError):
-    """Loading or serving would cross the memory guard (B2); the message has what is needed, available and guarded."""
+    """Loading or serving would cross the memory guard; the message has what is needed, available and guarded."""
 
 
 class InvalidRequest(PhalanxError):
@@ -163,15 +163,15 @@ class Quarantined(EngineError):
 
 
 class Desync(EngineError):
-    """A rank's state is not the plan's (A1); the message names step, row and field. The group stops."""
+    """A rank's state is not the plan's; the message names step, row and field. The group stops."""
 
 
 class NonFiniteLogits(EngineError):
-    """A forward produced NaN or infinity (A6); the message names step and row. Nothing of that step is committed."""
+    """A forward produced NaN or infinity; the message names step and row. Nothing of that step is committed."""
 
 
 class GroupError(EngineError):
-    """The ranks could not form the intended group (F1): the backend failed, or another job uses the port. The message
+    """The ranks could not form the intended group: the backend failed, or another job uses the port. The message
     names backend, rank and port."""
 
 
@@ -198,7 +198,7 @@ class FrameError(EngineError):
 
 
 class StageLinkError(EngineError):
-    """Base of the faults of links between pipeline stages (P3); the message names the link and the frame. Nothing of
+    """Base of the faults of links between pipeline stages; the message names the link and the frame. Nothing of
     that step is committed."""
 
 
@@ -223,7 +223,7 @@ class FrameLate(StageLinkError):
 
 
 class CollectiveFault(EngineError):
-    """The fabric delivered a wrong sum (A6); the message names step and layer. Nothing of that step is committed."""
+    """An all-reduce returned a wrong sum; the message names step and layer. Nothing of that step is committed."""
 
 
 class ExitCode(enum.IntEnum):

@@ -1,4 +1,4 @@
-"""The table of known faults: the cause of a line in a log or from ssh, and its remedy (F7).
+"""The table of known faults: the cause of a line in a log or from ssh, and its remedy.
 
 The most specific faults come first. `recognise` looks up lines of ranks' logs and errors of ssh. `python -m
 phalanx.faults` writes `docs/errors.md` from the table.
@@ -303,13 +303,13 @@ FAULTS: tuple[Fault, ...] = (
         pattern=r"is inside step \d+ for|stands (at|before) .* while the others are in step",
         example="rank 1 (b, pid 7) stands at step 4 (which it has left) while the others are in step 5 (limit 10 s)",
         cause="A rank did not finish a step in time: its host is overloaded, swaps, or its GPU hangs.",
-        remedy="Look at the host's load and memory (`phalanx doctor`); raise --wedge-seconds if it is only slow.",
+        remedy="Check the host's load and memory (`phalanx doctor`); raise --step-timeout-seconds if it is slow.",
     ),
     Fault(
         name="wrong-sums",
         pattern=r"CollectiveFault|the sum .* cannot be right",
         example="rank 0: CollectiveFault: step 12: the sum of layer 3 cannot be right on rank 1",
-        cause="The fabric delivered data that no rank sent: a bad cable, a driver's fault, or another job's ranks.",
+        cause="An all-reduce delivered data that no rank sent: a bad cable, a driver's fault, or another job's ranks.",
         remedy="Nothing wrong was answered. Run `phalanx net test`; replace the cable it names, or use --backend ring.",
     ),
     Fault(

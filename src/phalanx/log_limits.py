@@ -19,7 +19,7 @@ KINDS = 1000  # kinds that are told apart in one period; more share one count
 DIGITS = re.compile(r"\d+")
 KIND_CHARS = 200  # of a line that decide its kind, so that keys of the counts stay short
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # a new file: what another user put there is not written to
-LARGEST_FILE = 32 << 20
+MAX_FILE = 32 << 20
 """Bytes of a log file: months of usual use. With the one before, a log takes twice this."""
 
 
@@ -87,7 +87,7 @@ class CountingHandler(logging.StreamHandler[TextIO]):
             super().emit(logging.LogRecord("phalanx", logging.WARNING, "", 0, "%s", (line,), None))
 
 
-def rotate(file: Path, largest: int = LARGEST_FILE) -> bool:
+def rotate(file: Path, largest: int = MAX_FILE) -> bool:
     """If a log has grown too large, keep it as NAME.1 and empty it. Returns whether it did.
 
     Processes that write the log go on: it has to be open for appending. Lines of the moment between may be lost.

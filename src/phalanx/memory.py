@@ -1,4 +1,4 @@
-"""Physical memory, the memory guard and the memory budgets, all in this one place (B2, B3).
+"""Physical memory, the memory guard and the memory budgets, all in this one place.
 
 Computes with numbers that `psutil` reads from the system (/proc/meminfo, sysctl hw.memsize) and, on Linux, with the
 limit of the container or service: the kernel kills a process that exceeds that limit, however much memory the host has.
@@ -77,7 +77,7 @@ class MemoryBudget(Struct, frozen=True):
     logits: int
     """For the logits of one step and the sampler's temporaries; a part of the memory that `kv` and `prefix` leave."""
 
-    def largest_logits(self, vocab_size: int) -> int:
+    def max_logits(self, vocab_size: int) -> int:
         """The largest number of tokens in one step for which logits fit, at least 1."""
         return max(1, self.logits // (LOGIT_BYTES * max(1, vocab_size)))
 
@@ -143,7 +143,7 @@ def trim_heap() -> None:
 
 
 def guard_bytes(machine: MachineMemory, override_gb: float | None = None) -> int:
-    """Bytes of `machine` to keep free: `max(10 % of the host's memory, 5 GiB)`, or the override in GiB (B2).
+    """Bytes of `machine` to keep free: `max(10 % of the host's memory, 5 GiB)`, or the override in GiB.
 
     Memory that the GPU may not use stays free already, so it counts. An NVIDIA GPU's own memory holds no other programs
     that need 5 GiB: 10 % of it stay free.
@@ -205,7 +205,7 @@ def make_room(machine: MachineMemory) -> str:
 
 
 def check_group(model: str, predictions: Sequence[Prediction]) -> None:
-    """Refuse to load if the ranks that share a memory would together cross its guard (B2).
+    """Refuse to load if the ranks that share a memory would together cross its guard.
 
     Raises:
         MemoryShortage: names the machines; contains the table of all ranks.
@@ -218,7 +218,7 @@ def check_group(model: str, predictions: Sequence[Prediction]) -> None:
         if needed > free:
             short.append(f"{ranks[0].host} lacks {(needed - free) / GB:.2f} GiB")
             rooms.setdefault(make_room(ranks[0].machine), []).append(ranks[0].host)
-            caches.append(_largest_cache_gb(ranks))
+            caches.append(_max_cache_gb(ranks))
     rooms.pop("", None)
     if short:
         room = [f"{what} on {' and '.join(dict.fromkeys(hosts))}. " for what, hosts in rooms.items()]
@@ -241,7 +241,7 @@ def _by_place(predictions: Sequence[Prediction]) -> dict[tuple[str, str], list[P
     return places
 
 
-def _largest_cache_gb(ranks: Sequence[Prediction]) -> float:
+def _max_cache_gb(ranks: Sequence[Prediction]) -> float:
     """The largest --kv-cache-gb, in tenths, with which the ranks of one place fit; 0.0 if even none would do."""
     free = _free(ranks)
     if sum(rank.weights + rank.working for rank in ranks) > free:

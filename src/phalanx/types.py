@@ -55,7 +55,7 @@ class SequenceRequest(Struct, frozen=True, kw_only=True):
     timeout_s: float | None = None  # seconds from arrival at the engine
     owner: str = ""  # stands for an API key; prefixes are shared within an owner, rows go by turns between owners
     cache_salt: str = ""  # the client's own: prefixes are shared only with sequences of the same owner and salt
-    most_drafts: int | None = None  # draft tokens per step, at most; None: the engine decides
+    max_drafts: int | None = None  # draft tokens per step, at most; None: the engine decides
     grammar: str = ""  # that the whole output must match (llguidance's JSON, see `text/grammar.py`); "": none
 
     @property
@@ -73,7 +73,7 @@ class TokenLogprobs(Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]]  # most likely first
 
 
-class FabricFigure(Struct, frozen=True, kw_only=True):
+class AllReduceFigure(Struct, frozen=True, kw_only=True):
     """The speed of an all-reduce of `bytes` bytes."""
 
     bytes: int
@@ -82,12 +82,12 @@ class FabricFigure(Struct, frozen=True, kw_only=True):
 
 
 class SelfTest(Struct, frozen=True, kw_only=True):
-    """The results of a group's self-test at start (F4)."""
+    """The results of a group's self-test at start."""
 
     summed: int = 1  # ranks of rank 0's stage
     total: float = 0.0  # their all_sum of rank + 1
     expected: float = 0.0
-    fabric: list[FabricFigure] = []
+    all_reduce: list[AllReduceFigure] = []
     control_ms: float = 0.0  # round trip of a small message to all ranks; the slowest of several
     tokens: int = 0  # tokens that all ranks computed equally, from a prompt longer than one prefill chunk
     step_ms: float = 0.0  # median of the steps that decoded these tokens, one at a time
@@ -104,7 +104,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     vocab_size: int
     dtype: str
     quantization: str  # "4-bit affine g64", "none", ...
-    rolls_back: bool  # False for recurrent state: speculation is off (A3)
+    supports_rollback: bool  # False for recurrent state: speculation is off
     caches: str  # one line on which cache classes were replaced by which
     weights_bytes: int
     kv_bytes_per_token: int
@@ -129,7 +129,7 @@ class RankStats(Struct, frozen=True, kw_only=True):
     host: str
     pid: int
     steps: int = 0  # steps executed
-    matches: int = 0  # steps in which the rank's rows matched the plan's digest; a mismatch ends the group (A1, A5)
+    matches: int = 0  # steps in which the rank's rows matched the plan's digest; a mismatch ends the group
     reductions: int = 0  # checked sums over ranks
     active_bytes: int = 0  # MLX active memory
     peak_bytes: int = 0
@@ -137,7 +137,7 @@ class RankStats(Struct, frozen=True, kw_only=True):
 
 
 class SpecStats(Struct, frozen=True, kw_only=True):
-    """Statistics of speculation (A8), cumulative since the engine started unless named otherwise.
+    """Statistics of speculation, cumulative since the engine started unless named otherwise.
 
     A *draft* is the sequence of draft tokens verified for one row in one step.
     """
@@ -257,7 +257,7 @@ class PromptScored(Struct, frozen=True, tag="PromptScored"):
 
 
 class Timing(Struct, frozen=True, kw_only=True):
-    """Seconds on the leader's monotonic clock (M1)."""
+    """Seconds on the leader's monotonic clock."""
 
     queue_s: float = 0.0  # arrival -> first scheduled
     prefill_s: float = 0.0  # first scheduled -> first token

@@ -84,7 +84,7 @@ def test_sixteen_concurrent_prompts_equal_one_at_a_time(family, tmp_path):
                     await driver.until(lambda i=i: len(driver.tokens[str(i - 3)]) > 2 or str(i - 3) in driver.finished)
             await driver.until(lambda: len(driver.finished) == len(jobs))
             again = await driver.generate(ask("again", jobs[5]["prompt"], 20))
-            assert driver.finished["again"].cached_tokens > 0 or not driver.engine.info.rolls_back
+            assert driver.finished["again"].cached_tokens > 0 or not driver.engine.info.supports_rollback
             return jobs, [driver.tokens[str(i)] for i in range(len(jobs))], again[0]
 
     jobs, got, again = asyncio.run(main())

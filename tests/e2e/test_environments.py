@@ -155,7 +155,7 @@ def test_two_ranks_work_anywhere(tmp_path: Path) -> None:
     """All that mpirun and its ranks could mind, at once."""
     names = ("no HOME", "left-over variables", "TMPDIR that is missing", "closed streams", "a directory of modules")
     environment = together(*names)
-    check_serving(environment, ["--tp", "2", "--silence-seconds", "8"], tmp_path)
+    check_serving(environment, ["--tp", "2", "--heartbeat-timeout-seconds", "8"], tmp_path)
 
 
 def check_serving(environment: Environment, flags: list[str], folder: Path) -> None:

@@ -168,7 +168,7 @@ def test_a_request_without_a_model_goes_on_with_the_one_that_began_it():
 
 def test_a_replica_with_equal_numerics_is_preferred():
     async def scenario() -> None:
-        a, b, c = TokenReplica(Fault(2, "reset")), TokenReplica(numerics="other"), TokenReplica()
+        a, b, c = TokenReplica(Fault(2, "reset")), TokenReplica(determinism_key="other"), TokenReplica()
         async with behind_gateway(a, b, c) as client:
             assert await raw(client) == undisturbed(CHAT, BODY)
             assert not b.calls and len(c.resumes) == 1
@@ -214,18 +214,18 @@ def test_a_stream_leaves_a_replica_that_has_lost_its_engine(path, n, ticks):
     run(scenario())
 
 
-@pytest.mark.parametrize("why", ["other numerics", "no room", "no replica", "in doubt", "no move left"])
+@pytest.mark.parametrize("why", ["other determinism_key", "no room", "no replica", "in doubt", "no move left"])
 def test_where_no_other_replica_is_as_good_a_stream_waits_for_its_own(why, ticks):
     async def scenario() -> None:
         a, b = TokenReplica(limit=1), TokenReplica(Fault(3, "a pause"))
-        a.numerics = "other" if why == "other numerics" else "n"
+        a.determinism_key = "other" if why == "other determinism_key" else "n"
         a.faults = {"no room": [Fault(1, "an open end")], "no move left": [Fault(1, "reset")]}.get(why, [])
         settings = {"migration_limit": 1, "health_failure_threshold": 1000}
         replicas = [b] if why == "no replica" else [a, b] if a.faults else [b, a]
         async with behind_gateway(*replicas, **settings) as client:
             if why == "in doubt":
                 a.health = 503
-                await until(lambda: client.gateway._dispatcher.core.replicas[a.name].health.in_doubt)
+                await until(lambda: client.gateway._dispatcher.core.replicas[a.name].health.is_degraded)
             stream = asyncio.create_task(raw(client))
             if why == "no room":
                 await until(lambda: a.running == 1)
@@ -277,12 +277,12 @@ def test_a_stream_leaves_a_silent_replica_at_its_first_missed_check(interval_s, 
     run(scenario())
 
 
-@pytest.mark.parametrize("numerics", ["n", ""])
-def test_what_is_no_stream_is_asked_for_again_where_its_replica_says_that_it_cannot_serve(numerics, ticks):
+@pytest.mark.parametrize("determinism_key", ["n", ""])
+def test_what_is_no_stream_is_asked_for_again_where_its_replica_says_that_it_cannot_serve(determinism_key, ticks):
     """Of another vendor's server that may mean something else."""
 
     async def scenario() -> None:
-        a, b = TokenReplica(numerics=numerics), TokenReplica()
+        a, b = TokenReplica(determinism_key=determinism_key), TokenReplica()
         go_on = asyncio.Event()
 
         async def waits(call: Call) -> None:
@@ -296,11 +296,11 @@ def test_what_is_no_stream_is_asked_for_again_where_its_replica_says_that_it_can
             await many_ticks()
             assert not b.calls
             a.health = 503
-            if numerics:
+            if determinism_key:
                 assert (await answer)[0] == 200 and len(b.calls) == 1
                 await until(lambda: not a.running)
             else:
-                await until(lambda: client.gateway._dispatcher.core.replicas[a.name].health.in_doubt)
+                await until(lambda: client.gateway._dispatcher.core.replicas[a.name].health.is_degraded)
                 await many_ticks()
                 go_on.set()
                 assert (await answer)[1]["from"] == "a" and not b.calls

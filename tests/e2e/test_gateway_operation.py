@@ -97,7 +97,7 @@ def test_a_replica_that_the_admin_api_adds_gets_its_own_keys_or_none():
         settings = {"admin_key": "adm", "worker_key": "shared", "worker_admin_key": "shared-admin"}
         async with StubReplica(streaming(1)) as a, StubReplica(streaming(1)) as b, StubReplica(streaming(1)) as c:
             for one in (a, b, c):
-                one.numerics = "n"
+                one.determinism_key = "n"
             async with gateway(a.url, **settings) as client:
 
                 async def asked(one: StubReplica, **fields: Any) -> dict[str, str]:

@@ -49,7 +49,7 @@ async def whole(call: Call) -> None:
 
 def phalanx_server(answer: Any = whole) -> StubReplica:
     stub = StubReplica(answer)
-    stub.numerics = "n"
+    stub.determinism_key = "n"
     return stub
 
 
@@ -212,9 +212,9 @@ def test_a_phalanx_server_that_becomes_another_vendors_sees_it_no_more():
         async with behind_gateway(a) as client:
             await ask(client, "POST", CHAT)
             assert OWNER in a.calls[-1].headers
-            a.numerics = ""
+            a.determinism_key = ""
             replica = client.gateway._dispatcher.core.replicas[a.name]
-            while replica.health.numerics:
+            while replica.health.determinism_key:
                 await asyncio.sleep(0.005)
             await ask(client, "POST", CHAT)
             assert not secrets_in(a.calls[-1])

@@ -83,8 +83,8 @@ def said(pieces: list[Piece]) -> dict[int, Said]:
 )
 def test_two_servers_say_together_what_one_says(servers: list[httpx.Client], fields: dict[str, Any]) -> None:
     body = {**ASK, **fields}
-    numerics = [client.get("/health").json()["numerics"] for client in servers]
-    assert numerics[0] == numerics[1]
+    determinism_key = [client.get("/health").json()["determinism_key"] for client in servers]
+    assert determinism_key[0] == determinism_key[1]
     whole = stream(servers[0], body)
     pieces, moves = whole[:4], 0
     while not pieces[-1][0].endswith(b"[DONE]\n\n"):

@@ -243,7 +243,7 @@ def test_its_memory_is_in_the_prediction(llama):
 
 def test_the_start_up_line_says_who_drafts_or_why_nobody_does(runner):
     _, spec = speculating("some/model")
-    recurrent = SimpleNamespace(rolls_back=False)
+    recurrent = SimpleNamespace(supports_rollback=False)
     assert describe(None, runner.facts) == "off"
     assert describe(spec, runner.facts) == "draft_model some/model, up to 15 tokens a step, control cost"
     assert describe(spec, recurrent).startswith("off: the model keeps recurrent state")

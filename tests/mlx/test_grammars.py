@@ -182,7 +182,7 @@ class TestForcedDrafts:
 
     def test_no_drafts_where_the_request_wants_none(self, engine, greedy):
         speculating = engine().speculate(RandomDrafter(512), 8)
-        answer = run(speculating, ask("nested", PROMPTS[1], GRAMMARS["nested"], most_drafts=0))["nested"]
+        answer = run(speculating, ask("nested", PROMPTS[1], GRAMMARS["nested"], max_drafts=0))["nested"]
         assert answer.tokens == greedy["nested"] and answer.finished.drafted_tokens == 0
 
 

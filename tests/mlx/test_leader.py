@@ -42,9 +42,9 @@ def engine(loaded, monkeypatch: pytest.MonkeyPatch) -> Engine:
     made = Engine(runner, vocab, batched=16, post=journal)
     forward, written_caches = runner.forward, runner.written_caches
 
-    def noted(fwd, kv_len, inlet):
+    def noted(fwd, kv_len, hidden):
         journal.lines.append(f"forward {len(fwd.seqs)}x{len(fwd.tokens[0])}")
-        return forward(fwd, kv_len, inlet)
+        return forward(fwd, kv_len, hidden)
 
     def waits():
         journal.lines.append("wait")

@@ -22,7 +22,7 @@ class OneCommitSkipped(Runner):
 
     skipped = False
 
-    def forward(self, fwd: Forward, kv_len: Sequence[int], inlet: mx.array | None = None) -> mx.array | None:
+    def forward(self, fwd: Forward, kv_len: Sequence[int], hidden: mx.array | None = None) -> mx.array | None:
         """Takes a token off the first row's length in the first step with at least two rows."""
         lengths = list(kv_len)
         if fwd.sample and len(lengths) > 1 and lengths[0] > 1 and not self.skipped:
@@ -34,7 +34,7 @@ class OneCommitSkipped(Runner):
 class ValuesZero(Runner):
     """Keeps keys, forgets values."""
 
-    def forward(self, fwd: Forward, kv_len: Sequence[int], inlet: mx.array | None = None) -> mx.array | None:
+    def forward(self, fwd: Forward, kv_len: Sequence[int], hidden: mx.array | None = None) -> mx.array | None:
         """Zeroes the values after every forward."""
         logits = super().forward(fwd, kv_len)
         for leaf in self._arena(fwd.arena).leaves:

@@ -51,10 +51,10 @@ class Counting(Runner):
         super().dispatch_next(tokens)
         self.built += self.has_in_flight
 
-    def forward(self, fwd: Forward, kv_len, inlet=None):
+    def forward(self, fwd: Forward, kv_len, hidden=None):
         ahead = self._in_flight
         self.used += ahead is not None and ahead.computes(fwd, kv_len)
-        return super().forward(fwd, kv_len, inlet)
+        return super().forward(fwd, kv_len, hidden)
 
 
 def runner_of(path: Path, overlap: Overlap, reducer: Reducer | None = None) -> tuple[Counting, int]:

@@ -30,7 +30,7 @@ def test_plain_keys_and_values() -> None:
     facts = inspect("llama")
     heads = Heads(2, 16, mx.float32)
     assert facts.layouts == (KvLayout(heads, heads, None),) * 3
-    assert (facts.rolls_back, facts.recurrent) == (True, False)
+    assert (facts.supports_rollback, facts.recurrent) == (True, False)
     assert (facts.bytes_per_token, facts.bytes_per_row) == (3 * 2 * 2 * 16 * 4, 0)
     assert (facts.one_row, facts.mask_dims, facts.max_len) == ("", 4, 1024)
     assert facts.description == "3 KVCache -> ragged rows"
@@ -52,7 +52,7 @@ def test_recurrent_state_cannot_roll_back() -> None:
     """One recurrent layer is enough; its bytes are per row."""
     for family in ("mamba", "jamba", "qwen3_next"):
         facts = inspect(family)
-        assert (facts.rolls_back, facts.recurrent) == (False, True)
+        assert (facts.supports_rollback, facts.recurrent) == (False, True)
         assert facts.bytes_per_row > 0
         assert "no rollback" in facts.description
     assert inspect("mamba").bytes_per_token == 0

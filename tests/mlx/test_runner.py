@@ -313,7 +313,7 @@ def test_a_snapshot_of_facts_is_immutable(tmp_path: Path) -> None:
     """The engine may keep facts: nobody changes them behind its back."""
     facts = make_runner().facts
     with pytest.raises(dataclasses.FrozenInstanceError):
-        facts.rolls_back = False  # type: ignore[misc]
+        facts.supports_rollback = False  # type: ignore[misc]
 
 
 def test_a_rank_that_only_obeys_computes_no_logits() -> None:

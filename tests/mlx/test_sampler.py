@@ -28,7 +28,7 @@ from phalanx.types import Sampling
 
 Floats = npt.NDArray[np.float64]
 PROMPT, OUTPUT = [1, 5, 5, 9], [2, 5, 2, 2]
-LARGEST_SEED = 2**64 - 1
+MAX_SEED = 2**64 - 1
 
 
 def position(index: int = 0, *, prompt: list[int] = PROMPT, output: list[int] = OUTPUT, banned: Any = (),
@@ -93,7 +93,7 @@ def expected_token(row: npt.NDArray[np.float32], where: SamplingMetadata, prompt
 
 samplings = st.fixed_dictionaries(
     {
-        "seed": st.integers(0, LARGEST_SEED),
+        "seed": st.integers(0, MAX_SEED),
         "choice": st.integers(0, 3),
         "temperature": st.sampled_from([0.0, 0.3, 1.0, 1.7]),
         "top_p": st.sampled_from([1.0, 1.0, 0.0, 0.313, 0.907, 0.9993]),
@@ -247,7 +247,7 @@ def test_noise_of_neighbours_is_uncorrelated() -> None:
             assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 4.5 / math.sqrt(a.size)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**32, 2**63, LARGEST_SEED])
+@pytest.mark.parametrize("seed", [0, 1, 2**32, 2**63, MAX_SEED])
 def test_any_seed_of_64_bits_works_and_counts(seed: int) -> None:
     logits = mx.zeros((1, 4096))
     first, again = (sample(logits, [position(seed=seed)]).tokens for _ in range(2))
@@ -478,7 +478,7 @@ def test_noise_is_few_kernels_where_functions_are_compiled(tmp_path: Path) -> No
 def test_compiled_noise_is_the_same_noise() -> None:
     """Up to the two logarithms, which MLX takes from another library when it compiles for a CPU."""
     z = mx.array(logits_of(1, 3, 5_000))
-    keys, tokens = mx.array([[3], [4], [LARGEST_SEED >> 1]], dtype=mx.uint64), mx.arange(5_000, dtype=mx.uint64)
+    keys, tokens = mx.array([[3], [4], [MAX_SEED >> 1]], dtype=mx.uint64), mx.arange(5_000, dtype=mx.uint64)
     plain = noisy(z, keys, tokens)
     mx.eval(plain)
     with compiled():

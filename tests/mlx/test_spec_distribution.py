@@ -159,9 +159,9 @@ def distance(counts: Floats, probabilities: Floats) -> float:
     return float(variation / chance)
 
 
-MOST_SURPRISE = 4.0
+MAX_SURPRISE = 4.0
 """Standard deviations: 1 in 30,000, and there are 32 tests on fixed seeds."""
-MOST_DISTANCE = 2.0
+MAX_DISTANCE = 2.0
 
 
 def verdicts(tokens: Tokens, name: str) -> list[tuple[float, float]]:
@@ -183,8 +183,8 @@ def test_every_position_has_the_models_distribution(name: str) -> None:
     tokens, per_step = speculative(name)
     assert per_step > 1.5, "drafts are accepted, or nothing was tested"
     for surprised, distant in verdicts(tokens, name):
-        assert surprised < MOST_SURPRISE
-        assert distant < MOST_DISTANCE
+        assert surprised < MAX_SURPRISE
+        assert distant < MAX_DISTANCE
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -222,6 +222,6 @@ def test_a_wrong_acceptance_rule_is_found(
     monkeypatch.setattr(verification, "accept", rule)
     tokens, _ = generate(SAMPLINGS[name], plain(name))
     found = verdicts(tokens, name)
-    assert max(surprised for surprised, _ in found) > 1.5 * MOST_SURPRISE
-    assert max(distant for _, distant in found) > MOST_DISTANCE
+    assert max(surprised for surprised, _ in found) > 1.5 * MAX_SURPRISE
+    assert max(distant for _, distant in found) > MAX_DISTANCE
     assert not np.array_equal(tokens, plain(name))

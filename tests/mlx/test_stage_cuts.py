@@ -222,7 +222,7 @@ def test_facts_are_the_whole_models_and_bytes_the_stages_own(tmp_path: Path) -> 
     whole_model = load_part(path)
     whole = registry.inspect(whole_model.model, whole_model.config)
     for one in facts:
-        for name in ("rolls_back", "recurrent", "one_row", "max_len", "mask_dims", "description"):
+        for name in ("supports_rollback", "recurrent", "one_row", "max_len", "mask_dims", "description"):
             assert getattr(one, name) == getattr(whole, name), name
         assert len(one.layouts) == len(whole.layouts)
     assert [one.bytes_per_token > 0 for one in facts] == [False, True, False, True]
@@ -311,18 +311,20 @@ def staged_llama(tmp_path: Path, first: int, last: int) -> Runner:
 ONE = Forward(0, 0, (0,), ((5, 9),), (2,), sample=False)
 
 
-def test_a_forward_takes_an_inlet_exactly_where_there_is_one(tmp_path: Path) -> None:
-    inlet = mx.zeros((1, 2, 64))
+def test_a_forward_takes_hidden_states_exactly_where_there_is_a_stage_before(tmp_path: Path) -> None:
+    hidden = mx.zeros((1, 2, 64))
     runner = staged_llama(tmp_path / "b", 1, 3)
-    for wrong in (None, inlet[:, :1], inlet[..., :32], mx.zeros((2, 2, 64))):
-        with pytest.raises(EngineError, match=r"layers 1-2 of 0-2: an inlet of .* \(1, 2, 64\) is needed"):
+    for wrong in (None, hidden[:, :1], hidden[..., :32], mx.zeros((2, 2, 64))):
+        with pytest.raises(EngineError, match=r"layers 1-2 of 0-2: hidden states of .* \(1, 2, 64\) is needed"):
             runner.forward(ONE, [0], wrong)
     with pytest.raises(EngineError, match="floating dtype"):
-        runner.forward(ONE, [0], inlet.astype(mx.int32))
-    assert runner.forward(ONE, [0], inlet) is None
+        runner.forward(ONE, [0], hidden.astype(mx.int32))
+    assert runner.forward(ONE, [0], hidden) is None
     first = staged_llama(tmp_path / "a", 0, 1)
-    with pytest.raises(EngineError, match=r"layer 0 of 0-2: an inlet of shape \(1, 2, 64\) was given; None is needed"):
-        first.forward(ONE, [0], inlet)
+    with pytest.raises(
+        EngineError, match=r"layer 0 of 0-2: hidden states of shape \(1, 2, 64\) were given; None is needed"
+    ):
+        first.forward(ONE, [0], hidden)
     passed = first.forward(ONE, [0])
     assert passed is not None
     assert passed.shape == (1, 2, 64)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.any_isa
 SCRIPT = Path(__file__).with_name("staged.py")
 
 
-def test_what_comes_in_at_the_inlet_is_an_input_of_the_replayed_call():
+def test_received_hidden_states_are_an_input_of_the_replayed_call():
     names = ["llama", "qwen3_moe/4", "gpt_oss/4", "qwen3_next/4"]
     done = subprocess.run([sys.executable, str(SCRIPT), *names], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

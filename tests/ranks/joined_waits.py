@@ -1,7 +1,7 @@
 """One rank of a group that decodes as the engine does, with and without joined waits; prints rank 0's tokens as JSON.
 
 `mpirun -np N python tests/ranks/joined_waits.py MODEL FAULT_STEP`: rank 0 samples, the others execute. It decodes
-without joined waits, with them, and with them while at FAULT_STEP the last rank's fabric delivers garbage.
+without joined waits, with them, and with them while at FAULT_STEP the last rank's backend delivers garbage.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sums over real ranks: never a false alarm, and what a bad fabric delivers is noticed by every rank (A6)."""
+"""Sums over real ranks: never a false alarm, and what a bad backend delivers is noticed by every rank (A6)."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Ranks:
         hostfile = directory / "ring.json"
         hostfile.write_text(ring_hostfile([f"127.0.0.1:{port}" for port in ring]))
         config = {"model": str(model), "kv_cache_gb": 0.1, "prefix_cache_gb": 0.0, "tensor_parallel_size": 2}
-        config["silence_seconds"] = 30.0
+        config["heartbeat_timeout_seconds"] = 30.0
         group = {"size": 2, "backend": "ring", "nonce": 5, "control": f"127.0.0.1:{self.port}", "ranks_here": 2}
         self._command = [sys.executable, "-m", "phalanx", "rank", str(model), "--socket", str(self.socket)]
         self._command += ["--group", json.dumps(group)]

@@ -1,4 +1,4 @@
-"""Every way in which a rank or the fabric can fail, under streaming load, with real processes (A1, A6, A9).
+"""Every way in which a rank or the collective backend can fail, under streaming load, with real processes (A1, A6, A9).
 
 In each: the cause is named in /health, no process is left, and the streams go on with the tokens of an undisturbed run.
 """
@@ -18,7 +18,7 @@ from phalanx.dist.fault_injection import BUFFER_FAULTS
 from phalanx.supervision.process import EngineProcess
 from phalanx.supervision.restarts import FIRST_STARTS
 
-SOAK = pytest.mark.soak  # what it adds is another fabric, where the fabric has no part in how the fault is found
+SOAK = pytest.mark.soak  # what it adds is another backend, where the backend has no part in how the fault is found
 STEP = 20  # in which the fault of a start comes: all streams have begun, and five starts do not end them
 WRONG_SUM = ("CollectiveFault", "the sum over ranks is wrong at", "on rank {rank} on ", "step 2")
 CAUSES = {
@@ -70,7 +70,7 @@ def test_ranks_that_fail_one_after_the_other(group_model, expected, soon_again, 
 @pytest.mark.full
 @pytest.mark.parametrize(("ranks", "backend"), [(2, "ring"), pytest.param(4, "mpi", marks=SOAK)])
 def test_ranks_that_stand_still_or_are_terminated_inside_a_collective(group_model, expected, ranks, backend):
-    with group_server(group_model, ranks, backend, inject="wedge:rank=1,step=30", wedge_seconds=8.0) as running:
+    with group_server(group_model, ranks, backend, inject="wedge:rank=1,step=30", step_timeout_seconds=8.0) as running:
         named(through_a_fault(running, expected), "rank 1", "step 29")
         named(through_a_fault(running, expected, signal_to(running, 1, signal.SIGTERM)), "rank 1", "SIGTERM")
 

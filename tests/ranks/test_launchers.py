@@ -106,8 +106,8 @@ def test_the_selftest_command(group_model):
     test = answer["info"]["self_test"]
     assert (test["total"], test["expected"]) == (3.0, 3.0)
     assert test["tokens"] == 8 and test["reductions"] == 6 and test["unchecked"] == 0
-    assert [figure["bytes"] for figure in test["fabric"]] == [4, 4096, 65536, 1 << 20]
-    assert all(figure["median_us"] > 0 for figure in test["fabric"])
+    assert [figure["bytes"] for figure in test["all_reduce"]] == [4, 4096, 65536, 1 << 20]
+    assert all(figure["median_us"] > 0 for figure in test["all_reduce"])
     assert [rank["rank"] for rank in answer["ranks"]] == [0, 1]
     assert all(rank["active_bytes"] > 0 for rank in answer["ranks"])
 

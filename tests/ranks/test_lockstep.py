@@ -31,7 +31,7 @@ GRID = [(family, form, group) for family in FAMILIES for form in FORMATS for gro
 GRID += [("demo", "8-bit", group) for group in GROUPS]
 SMALL = [(family, FORMATS[i % 2], GROUPS[1 + i // 2 % 2]) for i, family in enumerate(FAMILIES)]
 SMALL += [("llama", "4-bit", (4, "mpi")), ("qwen3", "plain", (1, "auto"))]
-"""Every family, and both formats on either fabric. `mlx/test_shard.py` has how each family's matrices are cut in either
+"""Every family, both formats on either backend. `mlx/test_shard.py` has how each family's matrices are cut in either
 format, `test_tp_families.py` that four ranks agree on eight families; four are met here by one of these and by the demo
 model, whose answers do not repeat themselves."""
 IN_TEST = ("qwen3_moe", "plain", (2, "mpi"))

@@ -1,6 +1,6 @@
 """On one machine nobody outside can connect to a group: neither to its ranks, nor to Open MPI's daemon.
 
-Real groups of both fabrics are looked at in `test_faults.py`, before they fail.
+Real groups of both backends are looked at in `test_faults.py`, before they fail.
 """
 
 from __future__ import annotations

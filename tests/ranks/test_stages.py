@@ -159,7 +159,9 @@ def test_faults_of_links_and_stages(group_model, expected, fault, widths):
     first = Topology(widths).ranks(0)
     ranks = {"sender": first[0], "other": first[-1]}
     injected, said = FAULTS[fault]
-    with group_server(group_model, widths, "mpi", inject=injected.format_map(ranks), wedge_seconds=2.0) as running:
+    with group_server(
+        group_model, widths, "mpi", inject=injected.format_map(ranks), step_timeout_seconds=2.0
+    ) as running:
         named(through_a_fault(running, expected), *(words.format_map(ranks) for words in said))
 
 

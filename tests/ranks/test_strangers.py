@@ -1,4 +1,4 @@
-"""Who else connects to the ports of a group's fabric: strays, ranks of another job, an earlier start (A1, F1)."""
+"""Who else connects to the ports of a group's backend: strays, ranks of another job, an earlier start (A1, F1)."""
 
 from __future__ import annotations
 

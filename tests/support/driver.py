@@ -11,7 +11,7 @@ from phalanx.supervision.process import EngineProcess
 from phalanx.types import Batch, Finished, ModelInfo, PromptScored, Sampling, SequenceRequest, StopRule, Submit, Tokens
 
 DEADLINE_S = 240.0
-PATIENT: dict[str, float] = {"silence_seconds": 8.0, "join_seconds": 240.0}
+PATIENT: dict[str, float] = {"heartbeat_timeout_seconds": 8.0, "join_seconds": 240.0}
 """Settings of a group on a busy machine, where a rank may stand still for seconds."""
 
 

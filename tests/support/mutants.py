@@ -21,7 +21,7 @@ class NoRollback(Runner):
         """As `Runner.apply`, with room for tokens that should have been rolled back."""
         super().apply([Resize(op.arena, op.rows, op.capacity + 200) if isinstance(op, Resize) else op for op in ops])
 
-    def forward(self, fwd: Forward, kv_len: Sequence[int], inlet: mx.array | None = None) -> mx.array | None:
+    def forward(self, fwd: Forward, kv_len: Sequence[int], hidden: mx.array | None = None) -> mx.array | None:
         """As `Runner.forward`, with the row's wrong length where it exceeds the plan's."""
         mine = [self.kept.get(seq, length) for seq, length in zip(fwd.seqs, kv_len, strict=True)]
         self.kept.update({seq: length + n for seq, length, n in zip(fwd.seqs, mine, fwd.valid, strict=True)})

@@ -95,7 +95,7 @@ class Driver:
             ops.append(Restore(arena=0, slot=slot, entry=entry, length=length))
             row.kv_len = length
             self.counts["restores"] += 1
-        elif self.runner.facts.rolls_back and self.decoding:
+        elif self.runner.facts.supports_rollback and self.decoding:
             src = self.rng.randrange(len(self.decoding))
             length = min(common(self.decoding[src].known, row.prompt), self.decoding[src].kv_len, len(row.prompt) - 1)
             if length:
@@ -128,7 +128,7 @@ class Driver:
         if not self.decoding:
             return
         facts = self.runner.facts
-        drafts = [self.draft(row) if facts.rolls_back else [] for row in self.decoding]
+        drafts = [self.draft(row) if facts.supports_rollback else [] for row in self.decoding]
         width = 1 + max(map(len, drafts))
         fed = [[row.known[row.kv_len], *draft] for row, draft in zip(self.decoding, drafts, strict=True)]
         packed = facts.packs and self.rng.random() < 0.7
@@ -161,7 +161,7 @@ class Driver:
         row.kv_len += len(tokens)
 
     def prefill(self) -> None:
-        if self.prefilling and self.runner.facts.rolls_back and self.rng.random() < 0.3:
+        if self.prefilling and self.runner.facts.supports_rollback and self.rng.random() < 0.3:
             rows = [row for row in self.prefilling if not row.prefilled]
             if len(rows) == len(self.prefilling):
                 sizes = [min(self.rng.randint(1, 9), len(row.prompt) - 1 - row.kv_len) for row in rows]

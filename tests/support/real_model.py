@@ -87,7 +87,7 @@ def record() -> None:
     stop = json.loads((path / "config.json").read_text())["eos_token_id"]
     found = reference(path, [job(prompt, MAX_TOKENS, [stop]) for prompt in prompts])
     entries = [
-        json.dumps({"user": chat, "prompt": prompt, "tokens": answer["tokens"], "least_gap": min(answer["gaps"])})
+        json.dumps({"user": chat, "prompt": prompt, "tokens": answer["tokens"], "min_gap": min(answer["gaps"])})
         for chat, prompt, answer in zip(CHATS, prompts, found, strict=True)
     ]
     ANSWERS.write_text("[\n" + ",\n".join(entries) + "\n]\n")

@@ -22,7 +22,7 @@ import pytest
 
 TABLE = Path(__file__).parents[1] / "seconds.txt"
 SLOWEST = 10
-UNLIKE, LEAST_S = 1.5, 3.0  # times the table, after the machine's pace has been allowed for; less is not worth a line
+UNLIKE, MIN_S = 1.5, 3.0  # times the table, after the machine's pace has been allowed for; less is not worth a line
 ROW = "{:8.1f}  {:9}  {}"
 Row = tuple[str, str]  # the command that runs these tests of the file, and the file
 FAILED = "# failed: "
@@ -65,12 +65,12 @@ def read(path: Path) -> Counter[Row]:
 
 def report(run: Counter[Row], table: Counter[Row]) -> str:
     """What was slowest, and what differs from the table by more than most files do."""
-    pace = median([run[row] / table[row] for row in run if table[row] > LEAST_S] or [1.0])
+    pace = median([run[row] / table[row] for row in run if table[row] > MIN_S] or [1.0])
     lines = [f"{run.total():.0f} s of processor time, most files {pace:.2f} times those in {TABLE.name}. The slowest:"]
     lines += [f"{seconds:8.1f} s, there {table[row]:.1f}: {row[1]}" for row, seconds in run.most_common(SLOWEST)]
     for row, seconds in sorted(run.items()):
         usual = table[row] * pace
-        if abs(seconds - usual) > LEAST_S and max(seconds, usual) > UNLIKE * min(seconds, usual):
+        if abs(seconds - usual) > MIN_S and max(seconds, usual) > UNLIKE * min(seconds, usual):
             lines.append(f"{seconds:8.1f} s, unlike {table[row]:.1f} there: {row[1]} in {row[0]}")
     return "\n".join(lines)
 

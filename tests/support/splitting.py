@@ -112,23 +112,23 @@ class Ranks:
     def models(self) -> list[Module]:
         return [loaded.model for loaded in self.loaded]
 
-    def forward(self, tokens: Sequence[int], inlets: Sequence[mx.array] | None = None) -> list[mx.array]:
-        """Every rank's logits [1, L, V] for a prompt, or what it hands on; `inlets` are those of a stage's ranks."""
+    def forward(self, tokens: Sequence[int], hiddens: Sequence[mx.array] | None = None) -> list[mx.array]:
+        """Every rank's logits [1, L, V] for a prompt, or what it hands on; `hiddens` are those of a stage's ranks."""
         self.board.totals.clear()
         while True:
-            outputs = list(self._attempt(mx.array([tokens]), inlets))
+            outputs = list(self._attempt(mx.array([tokens]), hiddens))
             if len(outputs) == len(self.models):
                 return outputs
             assert not outputs, "some ranks make fewer sums than others"
             parts = [self.board.parts[rank] for rank in range(len(self.models))]
             self.board.totals.append(sum(parts[1:], parts[0]))
 
-    def _attempt(self, tokens: mx.array, inlets: Sequence[mx.array] | None) -> Iterator[mx.array]:
+    def _attempt(self, tokens: mx.array, hiddens: Sequence[mx.array] | None) -> Iterator[mx.array]:
         for rank, (loaded, reducer) in enumerate(zip(self.loaded, self.reducers, strict=True)):
             reducer.calls = 0
-            inlet, caches = None if inlets is None else inlets[rank], make_prompt_cache(loaded.model)
+            hidden, caches = None if hiddens is None else hiddens[rank], make_prompt_cache(loaded.model)
             try:
-                logits = call_model(loaded.model, loaded.stage, tokens, caches, inlet)
+                logits = call_model(loaded.model, loaded.stage, tokens, caches, hidden)
                 mx.eval(logits)
             except _NotYetSummed:
                 continue

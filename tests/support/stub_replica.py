@@ -119,7 +119,7 @@ class StubReplica:
         self.may_list.set()
         self.resets = b""  # a head with these bytes is answered by a reset while its body comes; empty: none is
         self.early = b""  # instead of the reset: an answer, after which nothing is read
-        self.numerics = ""  # that its /health tells; empty: none, as other vendors' servers
+        self.determinism_key = ""  # that its /health tells; empty: none, as other vendors' servers
         self.calls: list[Call] = []  # but those for health and models
         self.running = 0
         self.left = asyncio.Event()  # a caller went away before its answer was whole
@@ -192,7 +192,7 @@ class StubReplica:
                 await asyncio.sleep(3600)
             figures = {"running": self.running, "waiting": 0, "limit": self.limit}
             body = {"status": "ok"} | ({"requests": figures} if self.limit is not None else {})
-            body |= {"numerics": self.numerics} if self.numerics else {}
+            body |= {"determinism_key": self.determinism_key} if self.determinism_key else {}
             await call.whole(self.health, body if self.health == 200 else {"reason": "the engine is restarting"})
         elif call.path == "/v1/models":
             await call.whole(200, {"object": "list", "data": [{"id": name, "object": "model"} for name in self.models]})

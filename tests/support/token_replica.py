@@ -47,10 +47,10 @@ class Fault(Struct):
     how: str
 
 
-def start_of(body: bytes, numerics: str) -> Start:
+def start_of(body: bytes, determinism_key: str) -> Start:
     """The beginning of the answer to a request."""
     crc = zlib.crc32(body)
-    return Start(id=f"id-{crc:x}", created=CREATED, seed=crc * 3, numerics=numerics, prompts=crc)
+    return Start(id=f"id-{crc:x}", created=CREATED, seed=crc * 3, determinism_key=determinism_key, prompts=crc)
 
 
 class Writer:
@@ -138,13 +138,13 @@ class TokenReplica(StubReplica):
     def __init__(
         self,
         *faults: Fault,
-        numerics: str = "n",
+        determinism_key: str = "n",
         admin_key: str = "adm",
         pause_s: float = 0.0,
         limit: int | None = 16,
     ) -> None:
         super().__init__(self._write, limit=limit)
-        self.numerics = numerics
+        self.determinism_key = determinism_key
         self.admin_key = admin_key
         self.faults = list(faults)
         self.resumes: list[Resume] = []
@@ -169,7 +169,7 @@ class TokenReplica(StubReplica):
         if not call.json.get("stream"):
             await call.whole(200, {"choices": [], "usage": {"total_tokens": 7}})
             return
-        start = known.start if known is not None else start_of(call.body, self.numerics)
+        start = known.start if known is not None else start_of(call.body, self.determinism_key)
         writer = Writer(call.path, call.body, start, known)
         await call.begin(MEDIA.get(call.path, "text/event-stream"))
         fault = self.faults.pop(0) if self.faults else None

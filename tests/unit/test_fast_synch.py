@@ -76,7 +76,8 @@ class Engine:
         test = SelfTest(total=3, expected=3, step_ms=step_ms)
         self.verdict.on_ready(
             ModelInfo(
-                model_type="llama", max_model_len=1, vocab_size=1, dtype="float16", quantization="", rolls_back=True,
+                model_type="llama", max_model_len=1, vocab_size=1, dtype="float16", quantization="",
+                supports_rollback=True,
                 caches="", weights_bytes=1, kv_bytes_per_token=1, kv_budget_bytes=1, prefix_budget_bytes=1, load_s=1,
                 ranks=2, backend=Engine.backend, self_test=test,
             )

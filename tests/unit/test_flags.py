@@ -121,8 +121,8 @@ GROUP_FLAGS: list[tuple[list[str], str, Any]] = [
     (["--collective", "star"], "collective", "star"),
     (["--no-check-collectives"], "check_collectives", False),
     (["--join-seconds", "9"], "join_seconds", 9.0),
-    (["--silence-seconds", "5"], "silence_seconds", 5.0),
-    (["--wedge-seconds", "20"], "wedge_seconds", 20.0),
+    (["--heartbeat-timeout-seconds", "5"], "heartbeat_timeout_seconds", 5.0),
+    (["--step-timeout-seconds", "20"], "step_timeout_seconds", 20.0),
     (["--inject", "garbage:rank=1,step=4"], "inject", "garbage:rank=1,step=4"),
     (["--tp", "3"], "tensor_parallel_size", 3),
 ]

@@ -188,11 +188,11 @@ def test_logits_get_a_twentieth_and_always_enough_for_one_token() -> None:
     budget = serving_budget(MACHINE, MACHINE.available - 4 * GB, None, None, minimum_kv=1)
     assert budget.logits == int(4 * GB * 0.05)
     assert budget.kv + budget.prefix + budget.logits <= 4 * GB
-    tokens = budget.largest_logits(151_936)
+    tokens = budget.max_logits(151_936)
     assert 16 * tokens * 151_936 <= budget.logits < 16 * (tokens + 1) * 151_936
     assert serving_budget(MACHINE, 0, None, None, minimum_kv=1).logits == GB
-    assert serving_budget(MACHINE, MACHINE.available, 0.0, 0.0, minimum_kv=0).largest_logits(151_936) == 1
-    assert budget.largest_logits(0) > 0
+    assert serving_budget(MACHINE, MACHINE.available, 0.0, 0.0, minimum_kv=0).max_logits(151_936) == 1
+    assert budget.max_logits(0) > 0
 
 
 def test_a_budget_below_one_row_names_the_flag() -> None:

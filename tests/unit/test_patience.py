@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-LEAST_S = 60.0
+MIN_S = 60.0
 POLLED_S = 1.0  # less is a pause between two looks, or a limit that a test plays out
 WAITS = ("timeout", "wait", "wait_for", "join", "result", "alarm", "settimeout", "communicate")
 NAMED = (*WAITS, "run", "create_connection", "check_output")  # take `timeout=`; a request may have a field of that name
@@ -30,7 +30,7 @@ def hurries(source: str) -> Iterator[int]:
         named = {keyword.arg: keyword.value for keyword in node.keywords}
         limits = [named["timeout"]] if "timeout" in named and name in (*NAMED, *ASKS) else []
         limits += node.args[-1:] if name in WAITS and len(node.args) == (2 if name == "wait_for" else 1) else []
-        if any((limit := seconds(one)) is not None and POLLED_S < limit < LEAST_S for one in limits):
+        if any((limit := seconds(one)) is not None and POLLED_S < limit < MIN_S for one in limits):
             yield node.lineno
         if ast.unparse(node.func) in {f"httpx.{ask}" for ask in ASKS} and "timeout" not in named:
             yield node.lineno

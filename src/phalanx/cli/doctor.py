@@ -25,7 +25,7 @@ from phalanx.cli.fitting_table import print_table
 from phalanx.cli.setting_flags import flag, whole
 from phalanx.cli.terminal import show_json
 from phalanx.cluster.diagnosis import examine, wanted, worst
-from phalanx.cluster.fabric import addressed
+from phalanx.cluster.network_setup import addressed
 from phalanx.cluster.plans import Plan, backend_of
 from phalanx.cluster.shape import shape_of
 from phalanx.cluster.ssh import Remote

@@ -1,4 +1,4 @@
-"""`phalanx down`: ends a cluster and reports how much memory that freed (L4)."""
+"""`phalanx down`: ends a cluster and reports how much memory that freed."""
 
 from __future__ import annotations
 

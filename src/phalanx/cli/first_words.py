@@ -66,10 +66,10 @@ def _abilities(memory: MachineMemory) -> str:
         extra = "engine" if sys.platform == "darwin" else "cpu,mpi"
         return f"for the gateway and for hosts; the engine comes with 'phalanx[{extra}]=={__version__}'"
     room = memory.total - guard_bytes(memory, memory_guard_override_gb())
-    return f"models of up to about {largest_model(room):.2g} billion parameters at 4 bits"
+    return f"models of up to about {max_model(room):.2g} billion parameters at 4 bits"
 
 
-def largest_model(room: int) -> float:
+def max_model(room: int) -> float:
     """The parameters, in billions, of a model of 4 bits that `room` bytes hold beside the caches of its requests."""
     return max(0, room) * SHARE_OF_WEIGHTS / BYTES_PER_WEIGHT / 1e9
 

@@ -12,8 +12,8 @@ import typer
 from phalanx.cli.clusters import Python, chosen
 from phalanx.cli.terminal import note
 from phalanx.cluster.discovery import discover
-from phalanx.cluster.fabric import facts_of
 from phalanx.cluster.hostfile_parser import from_names, render
+from phalanx.cluster.network_setup import facts_of
 from phalanx.cluster.ssh import Remote
 from phalanx.errors import ConfigError, ExitCode
 

@@ -1,4 +1,4 @@
-"""`phalanx net`: sets up, tests or undoes the network between hosts (F4, F6)."""
+"""`phalanx net`: sets up, tests or undoes the network between hosts."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from phalanx.cli.clusters import (
 )
 from phalanx.cli.fitting_table import FittingTable, print_table
 from phalanx.cli.setting_flags import flag, whole
-from phalanx.cluster.fabric import facts_of, measure_pairs, order, set_up, slow_links, test_group, undo
 from phalanx.cluster.hostfile_parser import Hostfile
 from phalanx.cluster.links import Done
 from phalanx.cluster.network import Steps, cables, parse_node, steps
+from phalanx.cluster.network_setup import facts_of, measure_pairs, order, set_up, slow_links, test_group, undo
 from phalanx.cluster.plans import Plan, check
 from phalanx.cluster.shape import shape_of
 from phalanx.cluster.ssh import Remote
@@ -146,7 +146,7 @@ async def _test(plan: Plan, *, links_only: bool) -> int:
     test = found.info.self_test or SelfTest()
     if test.summed > 1:
         console.print(f"all_sum of 1 ... {test.summed}: {test.total:g}, expected {test.expected:g}")
-    for figure in test.fabric:
+    for figure in test.all_reduce:
         console.print(f"  {figure.bytes:>9,} bytes: {figure.median_us:.0f} us, {figure.gb_per_s:.3f} GB/s")
     console.print(f"a step of one token: {test.step_ms:.2f} ms")
     if found.fast_synch:

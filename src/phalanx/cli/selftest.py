@@ -1,4 +1,4 @@
-"""`phalanx selftest`: start a group of ranks, let it test itself, print the figures, end it (F4).
+"""`phalanx selftest`: start a group of ranks, let it test itself, print the figures, end it.
 
 Does not know how the tests are done (`engine/group_selftest.py`).
 """
@@ -122,7 +122,7 @@ def show(info: ModelInfo, stats: EngineStats) -> None:
         if test.summed > 1:
             console.print(f"all_sum of 1 ... {test.summed}{where}: {test.total:g}, expected {test.expected:g}")
             speeds = Table("bytes", "median us", "GB/s", box=None)
-            for figure in test.fabric:
+            for figure in test.all_reduce:
                 speeds.add_row(f"{figure.bytes:,}", f"{figure.median_us:.0f}", f"{figure.gb_per_s:.3f}")
             console.print(speeds)
             unchecked = f", {test.unchecked} unchecked" if test.unchecked else ""

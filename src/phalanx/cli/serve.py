@@ -19,7 +19,7 @@ from phalanx.errors import ConfigError
 from phalanx.http.listening import is_loopback
 from phalanx.model.loading.resolve import resolve_models, with_imported_names
 from phalanx.offline.engine_settings import check_engine
-from phalanx.server.outputs.shapes import reasoning_parsers, tool_parsers
+from phalanx.server.outputs.output_formats import reasoning_parsers, tool_parsers
 from phalanx.server.requests.generation_defaults import read_defaults
 from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.server.start import serve

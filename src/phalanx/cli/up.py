@@ -37,8 +37,8 @@ from phalanx.cluster.deployment import (
     with_https_everywhere,
 )
 from phalanx.cluster.diagnosis import examine, wanted_of, worst
-from phalanx.cluster.fabric import addressed
 from phalanx.cluster.lifecycle import Cluster, goal_of, start_all, stop_all, wait_healthy
+from phalanx.cluster.network_setup import addressed
 from phalanx.cluster.plans import LOGS, Plan, check, split_keys
 from phalanx.cluster.shape import shape_of
 from phalanx.config import AGENT_PORT, BackendChoice, ClusterConfig, EngineConfig
@@ -181,7 +181,7 @@ def _secured(deployment: Deployment, file: Path) -> Deployment:
 
 
 async def _look_first(deployment: Deployment, console: Console) -> None:
-    """Check the hosts before anything starts (L2).
+    """Check the hosts before anything starts.
 
     Raises:
         ClusterError: a check failed that would keep the cluster from running; names host and remedy.

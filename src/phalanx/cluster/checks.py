@@ -1,4 +1,4 @@
-"""The checks of one host, run on that host (L2, F5): each yields what it found, what it expects, and a remedy.
+"""The checks of one host, run on that host: each yields what it found, what it expects, and a remedy.
 
 Checks read and change nothing. They connect to agents' ports only. Does not know other hosts' facts (`diagnosis.py`
 compares hosts).
@@ -195,7 +195,7 @@ def hold(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Ite
 
 
 def ports(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
-    """Checks ports by binding to them: the coordinator would take a connection to its port for a rank (F3)."""
+    """Checks ports by binding to them: the coordinator would take a connection to its port for a rank."""
     asked: list[tuple[str, str, int, str]] = []
     if wanted.has_rank and not (run_dir.running() and wanted.running):
         if wanted.rank > 0:

@@ -1,4 +1,4 @@
-"""Examines all hosts in parallel and compares them with each other (L2, F5). Changes nothing.
+"""Examines all hosts in parallel and compares them with each other. Changes nothing.
 
 Does not know how a host checks itself (`checks.py`).
 """
@@ -211,7 +211,7 @@ def _stages(facts: Mapping[str, HostFacts], hosts: Sequence[str], shape: Shape) 
 
 
 def _cables(facts: Mapping[str, HostFacts], hosts: Sequence[Host]) -> Iterator[CheckResult]:
-    """Two hosts can use RDMA only if the ports at both ends of their cable are active (F5)."""
+    """Two hosts can use RDMA only if the ports at both ends of their cable are active."""
     for i, one in enumerate(hosts):
         for j, other in enumerate(hosts[:i]):
             if one.ssh not in facts or other.ssh not in facts or not one.rdma or not other.rdma:

@@ -46,7 +46,7 @@ def discover(facts: Mapping[str, HostFacts]) -> tuple[Hostfile, list[str]]:
 
 
 def _common(facts: Mapping[str, HostFacts], reasons: list[str]) -> dict[str, str]:
-    """Each host's address in a network that all share: Ethernet rather than Wi-Fi, never a Thunderbolt cable (F3)."""
+    """Each host's address in a network that all share: Ethernet rather than Wi-Fi, never a Thunderbolt cable."""
     by_network: dict[str, dict[str, Interface]] = {}
     for name, fact in facts.items():
         for each in fact.interfaces:

@@ -1,4 +1,4 @@
-"""A host's side of `model push`: lists which files are missing, receives them, verifies them (L2).
+"""A host's side of `model push`: lists which files are missing, receives them, verifies them.
 
 A file is received as NAME.part and renamed once its checksum is right, so an interrupted transfer continues where it
 ended, and an incomplete file is never taken for a complete one. Below a model's directory no link is followed where

@@ -1,4 +1,4 @@
-"""Reads, checks and writes hostfiles in the format of `mlx.launch` (F2).
+"""Reads, checks and writes hostfiles in the format of `mlx.launch`.
 
     {"backend": "jaccl", "envs": ["K=V"],
      "hosts": [{"ssh": "studio1", "ips": ["192.168.1.11"], "rdma": [null, "rdma_en5"]}, ...]}

@@ -1,4 +1,4 @@
-"""Starts, stops and observes a cluster from any machine that can reach its hosts by ssh (L1, L4, L5).
+"""Starts, stops and observes a cluster from any machine that can reach its hosts by ssh.
 
 A group's first host gets a supervisor with the server, every other host one with an agent, and the host of a gateway
 one for that. After that, this machine is not needed. Does not know how a host does its part (`host_verbs.py`), nor how

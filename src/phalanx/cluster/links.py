@@ -1,6 +1,6 @@
 """A host's side of network set-up and link measurements: runs plans, records how to undo them, answers probes.
 
-Does not know how plans are made (`network.py`), nor which hosts are measured (`fabric.py`).
+Does not know how plans are made (`network.py`), nor which hosts are measured (`network_setup.py`).
 """
 
 from __future__ import annotations

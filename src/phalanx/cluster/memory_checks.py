@@ -1,4 +1,4 @@
-"""The doctor's checks of memory on one host: what has leaked, what the GPU may use, whether a shard fits (L2). Whether
+"""The doctor's checks of memory on one host: what has leaked, what the GPU may use, whether a shard fits. Whether
 stages fit is seen from all hosts together (`diagnosis.py`).
 
 Does not know MLX: it asks a process of its own what a rank could use (`machine.rank_memory`).
@@ -17,7 +17,7 @@ from phalanx.cluster.supervisor import RunDirectory
 from phalanx.errors import ClusterError, ConfigError
 from phalanx.memory import GB, MIB, MachineMemory, guard_bytes, largest_wired_limit_mb, make_room
 
-WIRED_LIMIT = 350 * GB  # about 23 million pages: more means a known leak of wired memory (L2)
+WIRED_LIMIT = 350 * GB  # about 23 million pages: more means a known leak of wired memory
 WIRED_SHARE = 0.7  # of physical memory; the limit on smaller machines
 
 

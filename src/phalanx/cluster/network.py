@@ -1,4 +1,4 @@
-"""Plans the network between hosts: static addresses on direct cables, and no bridge that contains them (F6).
+"""Plans the network between hosts: static addresses on direct cables, and no bridge that contains them.
 
 A plan is a list of commands per host, which the user sees before they run. This module refuses commands that must never
 be run: `route` (kernel panics), taking an interface down or up (breaks the table of RDMA addresses until a reboot),

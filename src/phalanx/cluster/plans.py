@@ -1,4 +1,4 @@
-"""What a cluster is to be, and what each of its hosts is given to start (L1).
+"""What a cluster is to be, and what each of its hosts is given to start.
 
 Does not know how hosts are reached (`lifecycle.py`), nor that several groups may serve together (`deployment.py`).
 """

@@ -1,4 +1,4 @@
-"""A supervisor: keeps one process running, in a session of its own that outlives shell and ssh (L3).
+"""A supervisor: keeps one process running, in a session of its own that outlives shell and ssh.
 
 On a group's first host that process is the server, on the others the agent; a gateway has a supervisor of its own. The
 supervisor starts its process again after a crash, but not after an error that a restart cannot fix. The process writes

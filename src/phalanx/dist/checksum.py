@@ -1,4 +1,4 @@
-"""Checksums of vectors that ranks sum: how they are appended before the sum and checked after it (A6).
+"""Checksums of vectors that ranks sum: how they are appended before the sum and checked after it.
 
 A checksum is the dot product of a vector with random signs: one number in float32, two (high and low) in 16 bits. The
 checksum of a sum is the sum of the checksums. After it follow the vector's magnitude, which bounds what rounding can

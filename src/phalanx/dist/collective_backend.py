@@ -1,4 +1,4 @@
-"""Chooses the backend of a group's collectives, and gives the environment that its processes need (F1).
+"""Chooses the backend of a group's collectives, and gives the environment that its processes need.
 
 The choice is made before any process starts, from installed libraries, tools and devices, without loading MLX. A
 backend that the user asks for is used or refused; only `auto` chooses.

@@ -24,7 +24,7 @@ def is_unix(control: str) -> bool:
 
 
 def listen(control: str) -> socket.socket:
-    """A listening socket for ranks: the leader's, or a stage's inlet.
+    """A listening socket for ranks: the leader's, or a stage's for hidden states.
 
     Raises:
         GroupError: other users may enter the directory of a Unix socket; or the address is taken, or not this

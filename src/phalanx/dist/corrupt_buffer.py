@@ -1,4 +1,4 @@
-"""Injects corrupt buffers, as a faulty fabric delivers them (`fault_injection.py`)."""
+"""Injects corrupt buffers, as a faulty backend delivers them (`fault_injection.py`)."""
 
 from __future__ import annotations
 

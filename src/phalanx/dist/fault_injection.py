@@ -21,7 +21,7 @@ LinkFault = Literal["cut", "lose", "repeat", "corrupt"]
 BUFFER_FAULTS = get_args(BufferFault)
 RANK_FAULTS = get_args(RankFault)
 LINK_FAULTS = get_args(LinkFault)
-SLOW_S = 4.0  # that the rank of a "slow" fault waits between the handshake and joining the fabric
+SLOW_S = 4.0  # that the rank of a "slow" fault waits between the handshake and joining the communicator
 
 
 Piece = bytes | bytearray | memoryview

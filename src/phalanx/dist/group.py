@@ -27,14 +27,14 @@ from phalanx.tls.host_credentials import Credentials
 
 log = logging.getLogger("phalanx.group")
 
-Fabric = mx.distributed.Group
+Communicator = mx.distributed.Group
 """The group over which ranks sum."""
 
 _MLX_NAME = {"jaccl-ring": "jaccl"}  # for MLX a variant of jaccl, which MLX_JACCL_RING selects
-ENTRY_BYTES = 2048  # of what a rank tells the others over the fabric; a certificate has about 700
+ENTRY_BYTES = 2048  # of what a rank tells the others over the communicator; a certificate has about 700
 
 
-def join(backend: Backend, rank: int, size: int, nonce: int, *, where: str, deadline_s: float) -> Fabric:
+def join(backend: Backend, rank: int, size: int, nonce: int, *, where: str, deadline_s: float) -> Communicator:
     """Join the group of this start and verify it.
 
     Args:
@@ -61,7 +61,7 @@ def join(backend: Backend, rank: int, size: int, nonce: int, *, where: str, dead
 
 
 class _Entry(Struct, frozen=True, kw_only=True):
-    """What one rank tells the others over the fabric."""
+    """What one rank tells the others over the communicator."""
 
     certificate: str
     """PEM."""
@@ -71,11 +71,11 @@ class _Entry(Struct, frozen=True, kw_only=True):
     """Of rank 0: the nonce of this start."""
 
 
-def agree(group: Fabric, backend: Backend, host: str) -> tuple[GroupConfig, Credentials]:
-    """Exchange certificates, and rank 0's control address, over the fabric.
+def agree(group: Communicator, backend: Backend, host: str) -> tuple[GroupConfig, Credentials]:
+    """Exchange certificates, and rank 0's control address, over the communicator.
 
     For ranks that `mpirun` or `mlx.launch` started; phalanx's own launcher passes all this to every rank itself. The
-    certificates are new: a process that cannot write on the fabric cannot pass for a rank on the control connections.
+    certificates are new: a process outside the communicator cannot pass for a rank on the control connections.
 
     Args:
         host: the address at which the other ranks reach rank 0.
@@ -103,7 +103,7 @@ def agree(group: Fabric, backend: Backend, host: str) -> tuple[GroupConfig, Cred
     return config, Credentials(key=mine.key, place=rank, certificates=certificates)
 
 
-def _exchange(group: Fabric, mine: _Entry) -> list[_Entry]:
+def _exchange(group: Communicator, mine: _Entry) -> list[_Entry]:
     """Every rank's entry: the sum of a [size, ENTRY_BYTES] array in which each rank has filled its row."""
     text = msgspec.json.encode(mine)
     if len(text) > ENTRY_BYTES:
@@ -118,7 +118,7 @@ def _exchange(group: Fabric, mine: _Entry) -> list[_Entry]:
             entries.append(msgspec.json.decode(bytes(numbers), type=_Entry))
         except (ValueError, msgspec.DecodeError) as error:
             raise GroupError(
-                f"What rank {rank} has sent over the fabric cannot be read: {error}.",
+                f"What rank {rank} has sent over the communicator cannot be read: {error}.",
                 remedy="All ranks need the same version of phalanx.",
             ) from error
     return entries
@@ -136,7 +136,7 @@ def _alarm(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _verify(group: Fabric, backend: Backend, rank: int, size: int, nonce: int) -> None:
+def _verify(group: Communicator, backend: Backend, rank: int, size: int, nonce: int) -> None:
     if (group.rank(), group.size()) != (rank, size):
         raise GroupError(
             f"{backend} came up with rank {group.rank()} of {group.size()}; this process is rank {rank} of {size}.",

@@ -1,4 +1,4 @@
-"""The checked sum over ranks: algorithm-based fault tolerance for a fabric that may deliver anything (A6).
+"""The checked sum over ranks: algorithm-based fault tolerance for a collective backend that may deliver anything.
 
 No backend detects a garbage, stale, zero or permuted buffer. So every summed vector carries a checksum under random
 signs of its site in the model (Huang and Abraham, 1984), and a tag that changes with every forward. After the sum, each
@@ -27,7 +27,7 @@ OUTSTANDING = 4  # last reductions kept until they are evaluated: parallel branc
 
 
 class FaultInjector(Protocol):
-    """Corrupts buffers that the fabric delivered, to inject faults (`corrupt_buffer.py`)."""
+    """Corrupts buffers that the collective backend delivered, to inject faults (`corrupt_buffer.py`)."""
 
     def at_step(self, step: int) -> None:
         """Set the number of the step that begins."""
@@ -220,7 +220,7 @@ class Reducer:
         raise CollectiveFault(
             f"step {step}: the sum over ranks is wrong at {where or 'the verdict itself'} "
             f"(checksum or tag) on {self._failing_ranks([bits for _, bits in corrupt])}.",
-            remedy="The fabric delivered a wrong buffer. If it happens again, check cables and run `phalanx selftest`.",
+            remedy="A wrong buffer was delivered. If it happens again, check cables and run `phalanx selftest`.",
         )
 
     def _failing_ranks(self, flags: list[float]) -> str:

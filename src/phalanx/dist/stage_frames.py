@@ -1,4 +1,4 @@
-"""Frames between pipeline stages: activations with a header that says what they are, and what the receiver checks (P3).
+"""Frames between pipeline stages: activations with a header that says what they are, and what the receiver checks.
 
 A stage sends the output of each forward to the next stage, whole or in slices, once its own sums are judged right. The
 header has two checksums, one of itself and one of the payload. The receiver knows from the plan which frames come, in

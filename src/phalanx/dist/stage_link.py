@@ -1,4 +1,4 @@
-"""The connections between pipeline stages: each rank gets its stage's input and sends its output (P3).
+"""The connections between pipeline stages: each rank gets its stage's input and sends its output.
 
 Activations go straight from a rank to its receivers in the next stage (`topology.py`), over a connection of their own:
 on one machine a Unix socket, between machines TCP under TLS, where each end shows the certificate of its rank. Threads
@@ -46,13 +46,13 @@ Tamper = Callable[[int, list[Payload]], list[Payload]]
 class Ends(NamedTuple):
     """This rank's connections."""
 
-    inlet: StageInlet | None
+    receiver: StageReceiver | None
     """None in the first stage."""
-    outlets: tuple[StageOutlet, ...]
+    senders: tuple[StageSender, ...]
     """Empty in the last stage, and where the next one is narrower."""
 
 
-class StageInlet:
+class StageReceiver:
     """Receives the frames of one sender, in a thread of its own.
 
     Args:
@@ -68,7 +68,7 @@ class StageInlet:
         self._news = threading.Condition()
         self._n_expected = 0  # frames that were announced and did not begin
         self._arrived: queue.SimpleQueue[bytearray | PhalanxError] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="stage inlet", daemon=True).start()
+        threading.Thread(target=self._run, name="stage receiver", daemon=True).start()
 
     def expect(self, frames: Sequence[Frame], within_s: float) -> None:
         """These frames will come next, the last of them within so many seconds."""
@@ -137,7 +137,7 @@ class StageInlet:
         return data
 
 
-class StageOutlet:
+class StageSender:
     """Sends frames to one receiver, in a thread of its own.
 
     Args:
@@ -151,7 +151,7 @@ class StageOutlet:
         self._tamper = tamper
         self._waiting: queue.Queue[tuple[Frame, Payload]] = queue.Queue(SENT_AHEAD)
         self._error: PhalanxError | None = None
-        threading.Thread(target=self._run, name="stage outlet", daemon=True).start()
+        threading.Thread(target=self._run, name="stage sender", daemon=True).start()
 
     def send(self, frame: Frame, payload: Payload) -> None:
         """Hand over a frame. Waits only while very many are to be sent; the payload must not change any more.
@@ -213,14 +213,14 @@ def connect_stages(
     sender = topology.sender(rank)
     listener = None if sender is None else _listen(group, rank)
     addresses = share("" if listener is None else _reached_at(listener, group, rank))
-    outlets = []
+    senders = []
     for receiver in topology.receivers(rank):
         context = None if credentials is None else connecting(credentials, peer=receiver)
         hello = group.nonce.to_bytes(8, "big") + rank.to_bytes(8, "big")
         name = f"{names[rank]} to {names[receiver]}"
-        outlets.append(StageOutlet(_connect(addresses[receiver], context, hello, name, deadline), name, tamper))
+        senders.append(StageSender(_connect(addresses[receiver], context, hello, name, deadline), name, tamper))
     if listener is None or sender is None:
-        return Ends(None, tuple(outlets))
+        return Ends(None, tuple(senders))
     context = None if credentials is None else accepting(credentials, peers=[sender])
     hello = group.nonce.to_bytes(8, "big") + sender.to_bytes(8, "big")
     name = f"{names[sender]} to {names[rank]}"
@@ -235,7 +235,7 @@ def connect_stages(
             f"{name}: no connection between these stages within {deadline_s:g} s.",
             remedy="Look at the log of the first of them, and whether it can connect to the second one's ports.",
         )
-    return Ends(StageInlet(connected, name), tuple(outlets))
+    return Ends(StageReceiver(connected, name), tuple(senders))
 
 
 def _listen(group: GroupConfig, rank: int) -> socket.socket:

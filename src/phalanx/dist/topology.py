@@ -1,4 +1,4 @@
-"""Which rank is where in the pipeline, and which layers each stage has (P1, P4).
+"""Which rank is where in the pipeline, and which layers each stage has.
 
 A stage is a tensor-parallel group with layers of its own; the stages may differ in width. Ranks are numbered from the
 last stage to the first, so that rank 0, the leader, is on the first host and in the stage that has the logits, and

@@ -7,7 +7,7 @@
           run_rank           here
             own_directories  engine/rank_directories.py   where no other user can have put compiled code
             rendezvous       engine/rendezvous.py         the ranks connect to rank 0, and rank 0 to all
-            join_group       engine/membership.py         native kernels; the fabric, over which ranks sum
+            join_group       engine/membership.py         native kernels; the communicator, over which ranks sum
             begin_grammars   engine/role.py               rank 0 reads the vocabulary for grammars, on a thread
             load_model       engine/served_model.py       same software, enough memory; weights; rows equal mlx-lm's
             self_test        engine/group_selftest.py     equal sums and equal tokens on all ranks
@@ -32,7 +32,7 @@ from msgspec.structs import replace
 
 from phalanx.config import MAX_RANKS, EngineConfig, GroupConfig
 from phalanx.dist.collective_backend import Foreign, environment_of
-from phalanx.dist.group import Fabric, agree, join
+from phalanx.dist.group import Communicator, agree, join
 from phalanx.dist.peers import PeerFailure
 from phalanx.engine.group_selftest import self_test
 from phalanx.engine.leader import Leader
@@ -81,7 +81,7 @@ def run_rank(
 
 
 def run_launched_rank(config: EngineConfig, launcher: Foreign, socket_path: str, control_host: str) -> int:
-    """The same under `mpirun` or `mlx.launch`: the fabric comes first, and over it rank 0 says where it listens.
+    """The same under `mpirun` or `mlx.launch`: the communicator comes first, and over it rank 0 says where it listens.
 
     Args:
         control_host: rank 0's address, as the other ranks reach it.
@@ -99,12 +99,12 @@ def run_launched_rank(config: EngineConfig, launcher: Foreign, socket_path: str,
     default_environment(environment_of(launcher.backend, None, None))
     with own_directories():
         try:
-            fabric = join(launcher.backend, rank, size, 0, where="", deadline_s=config.join_seconds)
-            group, credentials = agree(fabric, launcher.backend, control_host)
+            communicator = join(launcher.backend, rank, size, 0, where="", deadline_s=config.join_seconds)
+            group, credentials = agree(communicator, launcher.backend, control_host)
         except PhalanxError as error:
             log.error("%s: %s", type(error).__name__, error)
             return exit_code_of(error)
-        return _run(config, group, credentials, socket_path, rank, fabric)
+        return _run(config, group, credentials, socket_path, rank, communicator)
 
 
 def _run(
@@ -113,7 +113,7 @@ def _run(
     credentials: Credentials | None,
     socket_path: str,
     rank: int,
-    fabric: Fabric | None,
+    communicator: Communicator | None,
 ) -> int:
     """Start, serve, end. Every error ends the rank, and the server and the other ranks are told why."""
     raise_limit()
@@ -125,7 +125,7 @@ def _run(
     try:
         if group is not None:
             link = rendezvous(config, group, credentials, rank, on_lost=lambda lost: _report_lost(server_socket, lost))
-        role = _start(config, group, credentials, fabric, link, server_socket)
+        role = _start(config, group, credentials, communicator, link, server_socket)
         role.run()
         link.close()
     except PhalanxError as error:
@@ -145,17 +145,17 @@ def _start(
     config: EngineConfig,
     group: GroupConfig | None,
     credentials: Credentials | None,
-    fabric: Fabric | None,
+    communicator: Communicator | None,
     link: LeaderLink | WorkerLink | SingleRank,
     server_socket: ServerSocket | None,
 ) -> Leader | Worker:
     """From connected ranks to a group that is ready to serve. Roles part at the end."""
     report = reporter(server_socket)
-    member = join_group(config, group, credentials, link, fabric, report)
+    member = join_group(config, group, credentials, link, communicator, report)
     path = resolve(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     grammars = None if server_socket is None else begin_grammars(config, path, server_socket)
     model = load_model(config, path, member, report)
-    deadline = StepDeadline(config.wedge_seconds)
+    deadline = StepDeadline(config.step_timeout_seconds)
     activations = wire_dtype(config.pp_activation_dtype, model.runner, link)
     staged = StagedRunner(model.runner, member.stage, member.ends, activations)
     tested = self_test(link, staged, model.vocab_size, deadline, unchecked=len(model.loaded.unchecked))

@@ -1,6 +1,6 @@
 """What a group proves about itself before it serves: same software, same model, correct sums, equal tokens.
 
-Every rank runs all of it and sees the values of every rank, so that all come to the same verdict (F4, A1, A6). It is
+Every rank runs all of it and sees the values of every rank, so that all come to the same verdict. It is
 also the warm-up, which gives the first step deadlines.
 """
 
@@ -14,14 +14,14 @@ from typing import cast
 import mlx.core as mx
 from msgspec import Struct
 
-from phalanx.dist.fabric_test import sum_of_ranks, test_fabric
+from phalanx.dist.all_reduce_test import sum_of_ranks, test_all_reduce
 from phalanx.engine.link import Link
 from phalanx.engine.stages import StagedRunner
 from phalanx.engine.step_deadline import StepDeadline
 from phalanx.errors import Desync, GroupError
 from phalanx.sched.admission import GRANULE
 from phalanx.sched.plan import Admit, Forward, Free, Resize
-from phalanx.types import FabricFigure, SelfTest
+from phalanx.types import AllReduceFigure, SelfTest
 
 log = logging.getLogger("phalanx.selftest")
 
@@ -70,13 +70,13 @@ def self_test(
         unchecked: collectives that the model makes without the reducer.
 
     Raises:
-        CollectiveFault: the fabric adds wrongly.
+        CollectiveFault: a sum over the ranks is wrong.
         Desync: ranks computed different tokens; names the rank and the first difference.
     """
     started = time.perf_counter()
     runner = staged.runner
     group = runner.reducer.group
-    fabric: list[FabricFigure] = [] if group is None else test_fabric(group)
+    all_reduce: list[AllReduceFigure] = [] if group is None else test_all_reduce(group)
     total = 1.0 if group is None else sum_of_ranks(group)
     control_ms = _control_round_trip_ms(link) if link.size > 1 else 0.0
     before = runner.reducer.tally.reductions
@@ -88,7 +88,7 @@ def self_test(
         summed=runner.reducer.size,
         total=total,
         expected=runner.reducer.size * (runner.reducer.size + 1) / 2,
-        fabric=fabric,
+        all_reduce=all_reduce,
         control_ms=control_ms,
         tokens=n_tokens,
         step_ms=statistics.median(steps_s) * 1000,
@@ -100,15 +100,15 @@ def self_test(
 
 def describe(result: SelfTest, backend: str, size: int) -> str:
     """One line for the log."""
-    fabric = ""
-    if result.fabric:
-        small, large = result.fabric[0], result.fabric[-1]
-        fabric = (
+    all_reduce = ""
+    if result.all_reduce:
+        small, large = result.all_reduce[0], result.all_reduce[-1]
+        all_reduce = (
             f" over {backend}, all_sum {small.median_us:.0f} us, {large.gb_per_s:.2f} GB/s at {large.bytes >> 20} MiB"
         )
     equal = f"equal on {result.summed} ranks" if result.summed > 1 else "of one rank"
     return (
-        f"self-test passed in {result.seconds:.1f} s: {size} ranks{fabric}, control {result.control_ms:.2f} ms, "
+        f"self-test passed in {result.seconds:.1f} s: {size} ranks{all_reduce}, control {result.control_ms:.2f} ms, "
         f"{result.tokens} tokens {equal}, {result.reductions} sums per forward"
     )
 

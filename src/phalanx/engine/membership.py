@@ -1,4 +1,4 @@
-"""A rank joins its group: native kernels, the fabric, and the sums over ranks.
+"""A rank joins its group: native kernels, the communicator, and the sums over ranks.
 
 Starts from a control connection (`rendezvous.py`).
 """
@@ -16,7 +16,7 @@ from phalanx.config import NONCE_BITS, EngineConfig, GroupConfig
 from phalanx.dist import fault_injection
 from phalanx.dist.corrupt_buffer import CorruptBuffer
 from phalanx.dist.fault_injection import Injection
-from phalanx.dist.group import Fabric, join
+from phalanx.dist.group import Communicator, join
 from phalanx.dist.reduce import Reducer
 from phalanx.dist.stage_link import Ends, connect_stages
 from phalanx.dist.topology import Topology
@@ -66,14 +66,14 @@ def join_group(
     group: GroupConfig | None,
     credentials: Credentials | None,
     link: LeaderLink | WorkerLink | SingleRank,
-    fabric: Fabric | None,
+    communicator: Communicator | None,
     report: load.Progress,
 ) -> Membership:
-    """Install the kernels, join the fabric, and connect to the stages beside this rank's own.
+    """Install the kernels, join the communicator, and connect to the stages beside this rank's own.
 
     Args:
         credentials: of this rank, for a group over several machines; else None.
-        fabric: None where it is not joined yet.
+        communicator: None where it is not joined yet.
 
     Raises:
         ConfigError: flags ask for native kernels that are not used here.
@@ -87,7 +87,7 @@ def join_group(
     if injection is not None and injection.kind == "slow":
         time.sleep(fault_injection.SLOW_S)
     topology = Topology((1,) if group is None else group.widths or (group.size,))
-    reducer = _reducer(config, group, topology, fabric, link.rank, injection)
+    reducer = _reducer(config, group, topology, communicator, link.rank, injection)
     hosts = link.share(link.host)
     here = topology.ranks(topology.place(link.rank).stage)
     reducer.names = [f"rank {rank} on {hosts[rank]}" for rank in here]
@@ -142,21 +142,21 @@ def _reducer(
     config: EngineConfig,
     group: GroupConfig | None,
     topology: Topology,
-    fabric: Fabric | None,
+    communicator: Communicator | None,
     rank: int,
     injection: Injection | None,
 ) -> Reducer:
-    """Join the fabric of this rank's stage, unless that is done, and sum over it."""
+    """Join the communicator of this rank's stage, unless that is done, and sum over it."""
     place = topology.place(rank)
     width = topology.widths[place.stage]
     if group is None or group.backend is None or width == 1:
         return Reducer(None)
-    if fabric is None:
+    if communicator is None:
         where = group.addresses[rank] if group.addresses else ""
         deadline_s = min(config.join_seconds, RING_JOIN_S) if group.backend == "ring" else config.join_seconds
         nonce = (group.nonce + place.stage) % (1 << NONCE_BITS)  # stages do not take each other's ranks for their own
-        fabric = join(group.backend, place.tp_rank, width, nonce, where=where, deadline_s=deadline_s)
+        communicator = join(group.backend, place.tp_rank, width, nonce, where=where, deadline_s=deadline_s)
     corrupt = injection is not None and injection.kind in fault_injection.BUFFER_FAULTS
     fault = CorruptBuffer(injection) if injection is not None and corrupt else None
     checksum = NativeChecksum() if install.active() else None
-    return Reducer(fabric, checked=config.check_collectives, fault=fault, checksum=checksum)
+    return Reducer(communicator, checked=config.check_collectives, fault=fault, checksum=checksum)

@@ -1,4 +1,4 @@
-"""What a rank will need before it loads, and what is left for rows afterwards (B2).
+"""What a rank will need before it loads, and what is left for rows afterwards.
 
 Every rank finds out for itself and all share it, so that all come to the same limits.
 """
@@ -19,7 +19,7 @@ from phalanx.errors import ConfigError, MemoryShortage
 from phalanx.model.cache.layer_layout import CacheFacts, row_bytes
 from phalanx.model.device_memory import read_memory
 from phalanx.model.loading import load
-from phalanx.sched.admission import GRANULE, KvLimits, largest_row
+from phalanx.sched.admission import GRANULE, KvLimits, max_row
 
 log = logging.getLogger("phalanx.engine")
 
@@ -90,7 +90,7 @@ def plan_memory(
     budget = memory.MemoryBudget(
         kv=min(b.kv for b in budgets), prefix=min(b.prefix for b in budgets), logits=min(b.logits for b in budgets)
     )
-    fits = largest_row(budget.kv, whole.bytes_per_token, whole.bytes_per_row)
+    fits = max_row(budget.kv, whole.bytes_per_token, whole.bytes_per_row)
     whose = ""
     if whole is not facts:  # some stage has the least memory for its layers
         least = min(range(link.size), key=lambda rank: budgets[rank].kv)

@@ -1,4 +1,4 @@
-"""The mirror: every rank's own record of the rows, rebuilt from plans alone and compared with the leader's (A1).
+"""The mirror: every rank's own record of the rows, rebuilt from plans alone and compared with the leader's.
 
 The leader keeps one too: the digest in the plan comes from the scheduler's state, so a difference between planning and
 executing shows on the leader as well. Does not know models, requests or text.

@@ -37,8 +37,10 @@ def rendezvous(
     Raises:
         EngineError: ranks are missing, or are not of this group; names them. Or the control address is taken; names it.
     """
-    heartbeat_s = min(0.25, config.silence_seconds / 4)
-    limits = WatchdogLimits(hello_s=config.join_seconds, silence_s=config.silence_seconds, heartbeat_s=heartbeat_s)
+    heartbeat_s = min(0.25, config.heartbeat_timeout_seconds / 4)
+    limits = WatchdogLimits(
+        hello_s=config.join_seconds, silence_s=config.heartbeat_timeout_seconds, heartbeat_s=heartbeat_s
+    )
     me = identity(group, rank, config.inject)
     if me.rank == rank and _is_injected_late(config, rank):
         time.sleep(config.join_seconds * 10)

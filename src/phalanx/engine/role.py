@@ -110,7 +110,7 @@ def _scheduler_config(config: EngineConfig, model: ServedModel, plan: MemoryPlan
         decode_share=config.decode_share,
         prefix_budget=plan.budget.prefix,
         recurrent=facts.recurrent,
-        largest_logits=plan.budget.largest_logits(model.vocab_size),
+        max_logits=plan.budget.max_logits(model.vocab_size),
         pack_above=model.runner.replay_limit if facts.packs else None,
     )
 
@@ -125,7 +125,7 @@ def _model_info(
         vocab_size=model.vocab_size,
         dtype=str(loaded.dtype).removeprefix("mlx.core."),
         quantization=loaded.quantization,
-        rolls_back=facts.rolls_back,
+        supports_rollback=facts.supports_rollback,
         caches=facts.description,
         weights_bytes=loaded.weights_bytes,
         kv_bytes_per_token=model.whole.bytes_per_token,
@@ -166,11 +166,11 @@ def order_of_sums(
 
 
 def _announce(config: EngineConfig, info: ModelInfo) -> None:
-    """Log how the model is served and what it may use; `load` has logged what it takes (B3)."""
+    """Log how the model is served and what it may use; `load` has logged what it takes."""
     log.info("%s: model type %s, %s", config.model, info.model_type, info.caches)
     log.info("kernels: %s", info.kernels)
     if config.speculative_config is not None:
-        log.log(logging.INFO if info.rolls_back else logging.WARNING, "speculation: %s", info.speculation)
+        log.log(logging.INFO if info.supports_rollback else logging.WARNING, "speculation: %s", info.speculation)
     log.info(
         "context %d tokens; up to %d rows; KV budget %.2f GiB (%d bytes a token), prefix cache %.2f GiB",
         info.max_model_len, config.max_num_seqs, info.kv_budget_bytes / GIB, info.kv_bytes_per_token,

@@ -113,7 +113,7 @@ def _compared_software(config: EngineConfig, link: Link, path: Path) -> RankFact
 
 def _draft_weights(config: EngineConfig, rank: int, facts: CacheFacts, target: Path) -> DraftWeights | None:
     """The leader's draft model, not read yet; None on the other ranks and where nothing drafts with a model."""
-    if rank != 0 or not isinstance(config.speculative_config, DraftModelSpeculation) or not facts.rolls_back:
+    if rank != 0 or not isinstance(config.speculative_config, DraftModelSpeculation) or not facts.supports_rollback:
         return None
     return DraftWeights(config, config.speculative_config, target)
 

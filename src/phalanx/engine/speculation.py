@@ -69,7 +69,7 @@ class DraftWeights:
             )
         self._prepared = load.prepare(path, dtype=config.dtype, trust_remote_code=trust)
         self._facts = registry.inspect(self._prepared.model, self._prepared.config)
-        if not self._facts.rolls_back:
+        if not self._facts.supports_rollback:
             raise ConfigError(
                 f"The draft model {draft.model} keeps recurrent state, which cannot roll back.",
                 remedy="Use a draft model without, or the method ngram or suffix.",
@@ -103,8 +103,8 @@ def describe(config: SpeculativeConfig | None, facts: CacheFacts) -> str:
     """One line: the drafter, or why there is none."""
     if config is None:
         return "off"
-    if not facts.rolls_back:
-        return "off: the model keeps recurrent state, which cannot roll back (A3)"
+    if not facts.supports_rollback:
+        return "off: the model keeps recurrent state, which cannot roll back"
     method = type(config).__struct_config__.tag
     name = f"{method} {config.model}" if isinstance(config, DraftModelSpeculation) else str(method)
     packed = ", rows packed" if facts.packs else ""
@@ -136,7 +136,7 @@ def make_speculator(
         return metadata.after(scheduler.by_number[number], drafts)
 
     if draft is not None:
-        drafter: Drafter = DraftModel(draft, vocab_size, draft_kv, metadata_after, scheduler.config.largest_logits)
+        drafter: Drafter = DraftModel(draft, vocab_size, draft_kv, metadata_after, scheduler.config.max_logits)
     else:
         drafter = _drafter(config, vocab_size)
     comparison = None if config.compare_steps is None else Comparison(config.compare_steps)

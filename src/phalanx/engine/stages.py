@@ -84,8 +84,8 @@ class StagedRunner:
     def __init__(self, runner: Runner, number: int, ends: Ends, activations: str) -> None:
         self.runner = runner
         self.number = number
-        self._inlet = ends.inlet
-        self._outlets = ends.outlets
+        self._receiver = ends.receiver
+        self._senders = ends.senders
         self._dtype = activations
         self._step = 0
         self._forwards = 0  # of this step, so far
@@ -113,7 +113,7 @@ class StagedRunner:
         index, self._forwards = self._forwards, self._forwards + 1
         output = self.runner.forward(forward, kv_len, self._take(forward))
         stage = self.runner.stage
-        if stage is None or not stage.has_outlet:
+        if stage is None or not stage.has_hidden_output:
             return output
         assert output is not None
         self._hand_on(self._frame(self._step, index, forward), output)
@@ -125,9 +125,9 @@ class StagedRunner:
         return self.forward(forward, kv_len)
 
     def _announce(self, step: int, first: int, forwards: Sequence[Forward], limit_s: float) -> None:
-        if self._inlet is not None and forwards:
+        if self._receiver is not None and forwards:
             frames = [self._frame(step, first + i, forward) for i, forward in enumerate(forwards)]
-            self._inlet.expect(frames, LATE * limit_s)
+            self._receiver.expect(frames, LATE * limit_s)
 
     def _frame(self, step: int, index: int, forward: Forward) -> Frame:
         stage = self.runner.stage
@@ -136,16 +136,16 @@ class StagedRunner:
         return Frame(step, index, 0, self._dtype, (rows, tokens, stage.width))
 
     def _take(self, forward: Forward) -> mx.array | None:
-        if self._inlet is None:
+        if self._receiver is None:
             return None
         shape = self._frame(0, 0, forward).shape
-        return from_bytes(self._inlet.take(), self._dtype, shape).astype(self.runner.dtype)
+        return from_bytes(self._receiver.take(), self._dtype, shape).astype(self.runner.dtype)
 
     def _hand_on(self, frame: Frame, output: mx.array) -> None:
-        if self._outlets:
+        if self._senders:
             data = to_bytes(output.astype(getattr(mx, self._dtype)))
-            for outlet in self._outlets:
-                outlet.send(frame, data)
+            for sender in self._senders:
+                sender.send(frame, data)
 
 
 def wire_dtype(asked: ActivationDtype, runner: Runner, link: Link) -> str:

@@ -16,11 +16,11 @@ class StepDeadline:
     """Remembers the slowest recent prefill token and decode steps.
 
     Args:
-        least_s: no limit is shorter.
+        min_s: no limit is shorter.
     """
 
-    def __init__(self, least_s: float) -> None:
-        self._least_s = least_s
+    def __init__(self, min_s: float) -> None:
+        self._min_s = min_s
         self._per_token = 0.0  # seconds
         self._decode: dict[int, float] = {}  # tokens per row -> seconds
 
@@ -35,7 +35,7 @@ class StepDeadline:
         """Seconds after which the step counts as wedged."""
         decode = max((s * max(1.0, step.width / width) for width, s in self._decode.items()), default=0.0)
         if not decode:
-            return self._least_s * UNKNOWN
+            return self._min_s * UNKNOWN
         tokens = sum(sum(forward.valid) for forward in step.forwards if not forward.sample)
         per_token = self._per_token or decode
-        return max(self._least_s, FACTOR * (tokens * per_token + decode))
+        return max(self._min_s, FACTOR * (tokens * per_token + decode))

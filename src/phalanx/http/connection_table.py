@@ -1,4 +1,4 @@
-"""Which connections the server holds: how many in all and from one address, and which makes way for a new one (S1).
+"""Which connections the server holds: how many in all and from one address, and which makes way for a new one.
 
 A connection is *busy* while it has a request whose key was accepted and that is not answered yet, else it is *idle*. At
 a limit, a new connection displaces the one that has been idle longest, of the address that has the most; busy ones are

@@ -1,4 +1,4 @@
-"""How owners share places: of choices that a server holds, or of bytes of bodies (S3)."""
+"""How owners share places: of choices that a server holds, or of bytes of bodies."""
 
 from __future__ import annotations
 

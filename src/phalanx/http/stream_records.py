@@ -26,7 +26,7 @@ from phalanx.types import TokenLogprobs
 MIGRATION = "x-phalanx-migration"
 RESUME = "x-phalanx-resume"
 RESUME_BYTES = 32 << 20  # of a `Resume`, which is no part of a body's limit
-MOST_ITEMS = RESUME_BYTES >> 6  # tokens and log-probabilities that fit: one takes at most 40 bytes, choices a little
+MAX_ITEMS = RESUME_BYTES >> 6  # tokens and log-probabilities that fit: one takes at most 40 bytes, choices a little
 EVENT_MARK = b": phalanx "
 LINES = "application/x-ndjson"  # the media type of lines of JSON
 LINE_MARK = b'{"phalanx":'
@@ -41,10 +41,10 @@ class Start(Struct, frozen=True, kw_only=True, omit_defaults=True):
     id: str  # of the answer; ids of its items and calls are derived from it
     created: int  # seconds since 1970
     seed: int  # of every choice, given by the client or drawn
-    numerics: str  # of the server; equal ones compute equal tokens
+    determinism_key: str  # of the server; equal ones compute equal tokens
     prompts: int  # CRC-32 of the prompts' token ids
     prompt: list[int] = []  # a chat's, where the server's memory of calls made another one than the template does
-    exact: bool = True  # no server with other numerics or prompts has continued it
+    exact: bool = True  # no server with other determinism_key or prompts has continued it
 
 
 class ChoiceEnded(Struct, frozen=True, kw_only=True, omit_defaults=True):

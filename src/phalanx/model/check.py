@@ -3,8 +3,8 @@
 Two rows of different length are prefilled, decoded together, verified with padding and rolled back. All logits must
 equal those of the model with mlx-lm's caches, one row at a time, up to a tolerance. If rows cannot be computed
 together, the check tries them one after another; if that is wrong as well, it refuses the model. In the same way it
-finds out whether rows can be packed, without padding. A stage is checked alone, on random arrays at its inlet, and must
-not need anything else from the stages before. Leaves no state behind.
+finds out whether rows can be packed, without padding. A stage is checked alone, on random hidden states as input, and
+must not need anything else from earlier stages. Leaves no state behind.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def check_model(runner: Runner, model: Module, *, may_pack: bool = False) -> Non
             remedy="Please report the model's name; it can be run with mlx-lm itself.",
         )
     facts = runner.facts
-    if may_pack and facts.rolls_back and not facts.one_row:
+    if may_pack and facts.supports_rollback and not facts.one_row:
         runner.facts = replace(facts, packs=not _first_difference(runner, expected, packed=True))
 
 
@@ -105,7 +105,7 @@ def _reference_logits(runner: Runner, model: Module, prompt: Sequence[int], foll
     caches = make_prompt_cache(model)
     outputs = []
     for tokens in (prompt[:-1], prompt[-1:], [follow]):
-        output = call_model(model, runner.stage, mx.array([tokens]), caches, _inlet(runner, [tokens]))[0, -1]
+        output = call_model(model, runner.stage, mx.array([tokens]), caches, _hidden_input(runner, [tokens]))[0, -1]
         sums = runner.reducer.finish()
         mx.eval(*sums, output)
         if runner.stage is not None and mx.isnan(output).any().item():
@@ -127,13 +127,13 @@ def _advance_foreign(runner: Runner, caches: list[Any], count: int) -> None:
             cache.offset += count
 
 
-def _inlet(runner: Runner, rows: Sequence[Sequence[int]]) -> mx.array | None:
+def _hidden_input(runner: Runner, rows: Sequence[Sequence[int]]) -> mx.array | None:
     """What a stage takes for these tokens: [rows, L, width], equal for equal tokens; None if it takes nothing."""
-    if runner.stage is None or not runner.stage.has_inlet:
+    if runner.stage is None or not runner.stage.has_hidden_input:
         return None
     table = mx.random.normal((LARGEST + 1, runner.stage.width), runner.dtype, key=mx.random.key(0))
-    inlet: mx.array = table[mx.array([list(row) for row in rows])]
-    return inlet
+    hidden: mx.array = table[mx.array([list(row) for row in rows])]
+    return hidden
 
 
 def _first_difference(runner: Runner, expected: list[list[mx.array]], *, packed: bool = False) -> str:
@@ -162,7 +162,7 @@ def _compare(runner: Runner, expected: list[list[mx.array]]) -> Iterator[Compare
     logits = _feed(runner, 0, [short[-1:], long[-1:]], lengths, sample=True)
     for row in range(2):
         yield f"row {row}, one token", logits[row, 0], expected[row][0]
-    if runner.facts.rolls_back:
+    if runner.facts.supports_rollback:
         logits = _feed(runner, 0, [(short[-1], NEXT[0]), long[-1:]], lengths, sample=True)
         yield "row 0, first of two tokens", logits[0, 0], expected[0][0]
         yield "row 0, second of two tokens", logits[0, 1], expected[0][1]
@@ -218,7 +218,7 @@ def _feed(
         packed=packed,
     )
     fed = [(token,) for row in rows for token in row] if packed else forward.tokens
-    logits = runner.forward(forward, kv_len, _inlet(runner, fed))
+    logits = runner.forward(forward, kv_len, _hidden_input(runner, fed))
     if logits is None:
         return mx.zeros((0,))
     mx.eval(logits, runner.written_caches())

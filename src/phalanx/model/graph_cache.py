@@ -56,7 +56,7 @@ class GraphKey(NamedTuple):
     samples: bool  # whether logits are a result
     ragged: bool  # rows may have different lengths
     full_windows: int  # number of sliding windows that are shorter than the rows
-    inlet: mx.Dtype | None  # of a stage that has one
+    hidden: mx.Dtype | None  # of the hidden states that a stage receives
 
 
 class CapturedGraph(NamedTuple):
@@ -74,7 +74,7 @@ class GraphCache(Graphs):
         model: an mlx-lm model, its weights in memory.
         mask_dims: dimensions of attention masks, as in `RowView`.
         reducer: sums the layers' results over ranks.
-        stage: the layers that the model consists of; None for all. What comes in at its inlet is an input, like tokens.
+        stage: the layers that the model consists of; None for all. Hidden states it receives are an input, like tokens.
     """
 
     max_tokens = MAX_TOKENS
@@ -101,9 +101,9 @@ class GraphCache(Graphs):
         tokens: Sequence[Sequence[int]],
         *,
         samples: bool = True,
-        inlet: mx.array | None = None,
+        hidden: mx.array | None = None,
     ) -> Replayed | None:
-        key = self._key(arena, view, samples, inlet)
+        key = self._key(arena, view, samples, hidden)
         if key is None:
             return None
         if key not in self._captured:
@@ -114,7 +114,7 @@ class GraphCache(Graphs):
             self.captured += 1
             self._captured[key] = self._capture(arena, key)
             arena.resume(view)
-        return self._run(arena, view, key, mx.array([list(row) for row in tokens], dtype=mx.int32), inlet)
+        return self._run(arena, view, key, mx.array([list(row) for row in tokens], dtype=mx.int32), hidden)
 
     def call_in_flight(self, arena: ArenaBuffers, view: RowView, tokens: mx.array) -> mx.array | None:
         key = self._key(arena, view, True, None)
@@ -128,27 +128,27 @@ class GraphCache(Graphs):
         """Free the memory of all captured graphs. Calls with the same keys are then captured again at once."""
         self._captured = {key: None for key, graph in self._captured.items() if graph is None}
 
-    def _key(self, arena: ArenaBuffers, view: RowView, samples: bool, inlet: mx.array | None) -> GraphKey | None:
+    def _key(self, arena: ArenaBuffers, view: RowView, samples: bool, hidden: mx.array | None) -> GraphKey | None:
         """The key of a call. None for calls that are never captured: prefill, packed rows, large calls."""
         if view.prefill or view.shortest < MIN_LENGTH or view.slots is not None:
             return None
         full = sum(view.need > window for window in arena.windows) if view.uniform else 0
         rows = view.stop - view.start
-        dtype = None if inlet is None else inlet.dtype
+        dtype = None if hidden is None else hidden.dtype
         ragged = not view.uniform
         key = GraphKey(arena.rows, arena.capacity, view.start, rows, view.length, samples, ragged, full, dtype)
         return key if key.rows * key.length <= MAX_TOKENS else None
 
     def _run(
-        self, arena: ArenaBuffers, view: RowView, key: GraphKey, tokens: mx.array, inlet: mx.array | None = None
+        self, arena: ArenaBuffers, view: RowView, key: GraphKey, tokens: mx.array, hidden: mx.array | None = None
     ) -> Replayed | None:
         """Replay a call. None if it was refused, or if the position is outside the captured range."""
         graph, position = self._captured[key], view.need - view.length
         if graph is None or not graph.replay.low <= position <= graph.replay.high:
             return None
         inputs = [tokens, *view.lengths, *self._reducer.tags()]
-        if inlet is not None:
-            inputs.append(mx.contiguous(inlet))
+        if hidden is not None:
+            inputs.append(mx.contiguous(hidden))
             mx.eval(inputs[-1])
         results = graph.replay.run(inputs, arena.arrays(), position)
         self._reducer.replayed(graph.summed)
@@ -202,16 +202,16 @@ class GraphCache(Graphs):
         tokens = self._ops.placeholder([key.rows, key.length], mx.int32)
         tags = [self._ops.placeholder([], mx.float32) for _ in self._reducer.tags()]
         inputs = [tokens, *view.lengths, *tags]
-        inlet = None
-        if self._stage is not None and key.inlet is not None:
-            inlet = self._ops.placeholder([key.rows, key.length, self._stage.width], key.inlet)
-            inputs.append(inlet)
+        hidden = None
+        if self._stage is not None and key.hidden is not None:
+            hidden = self._ops.placeholder([key.rows, key.length, self._stage.width], key.hidden)
+            inputs.append(hidden)
         try:
             for leaf, (keys, values) in zip(leaves, buffers, strict=True):
                 leaf.keys, leaf.values = copy.copy(keys), copy.copy(values)  # the graph writes to these copies
                 leaf.open(view)
             with self._reducer.tracing(tags):
-                logits = call_model(self._model, self._stage, tokens, list(arena.caches), inlet)
+                logits = call_model(self._model, self._stage, tokens, list(arena.caches), hidden)
                 results = [*self._reducer.finish(), *([logits] if key.samples else [])]
                 summed = self._reducer.summed()
             results += arena.arrays()

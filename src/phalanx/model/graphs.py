@@ -37,14 +37,14 @@ class Graphs:
         tokens: Sequence[Sequence[int]],
         *,
         samples: bool = True,
-        inlet: mx.array | None = None,
+        hidden: mx.array | None = None,
     ) -> Replayed | None:
         """Replay the model call for an opened arena, its caches written; None where the runner has to call the model.
 
         Args:
             tokens: [rows, L].
-            samples: whether logits are asked for, or from a stage that has an outlet, what comes out.
-            inlet: [rows, L, width] for a stage that has one.
+            samples: whether logits are asked for, or from a stage that has an output, what comes out.
+            hidden: [rows, L, width] for a stage that receives hidden states.
         """
         return None
 

@@ -87,7 +87,7 @@ def inspect(model: Module, config: Mapping[str, Any], stage: Stage | None = None
     one_row = _one_row_reason(model, files) if stage is None else stage.whole.one_row
     return CacheFacts(
         layouts=layouts,
-        rolls_back=not recurrent,
+        supports_rollback=not recurrent,
         recurrent=recurrent,
         bytes_per_token=bytes_per_token(layouts),
         bytes_per_row=bytes_per_row(layouts),

@@ -21,7 +21,7 @@ from phalanx.model.graph_cache import GraphCache
 from phalanx.model.graphs import Graphs
 from phalanx.model.in_flight import InFlight
 from phalanx.model.overlap import Overlap, overlap_of
-from phalanx.model.stage import Stage, call_model, check_inlet
+from phalanx.model.stage import Stage, call_model, check_hidden
 from phalanx.sched.plan import Admit, Evict, Forward, Free, Move, Resize, Restore, RowOp, Share, Step, Store, Swap
 
 MAX_ASYNC_ROWS = 4
@@ -55,7 +55,7 @@ class Runner:
         self.dtype = dtype
         self.reducer = reducer or Reducer(None)
         self.stage = stage
-        self._has_outlet = stage is not None and stage.has_outlet
+        self._has_hidden_output = stage is not None and stage.has_hidden_output
         self.samples = True
         """Whether this rank needs logits; workers do not."""
         ops = install.operations()
@@ -100,35 +100,35 @@ class Runner:
         for op in ops:
             self._apply(op)
 
-    def forward(self, fwd: Forward, kv_len: Sequence[int], inlet: mx.array | None = None) -> mx.array | None:
+    def forward(self, fwd: Forward, kv_len: Sequence[int], hidden: mx.array | None = None) -> mx.array | None:
         """Feed tokens; `kv_len[i]` is the valid length of row `start + i` before the forward.
 
         Args:
-            inlet: [rows, L, width] (packed: [tokens, 1, width]), what the stage before returned for this forward; None
+            hidden: [rows, L, width] (packed: [tokens, 1, width]), what the stage before returned for this forward; None
                 for the first stage and for a whole model.
 
         Returns:
-            From a stage before the last one, what the next stage takes: as `inlet`, evaluated, its sums judged. Else
+            From a stage before the last one, what the next stage takes: as `hidden`, evaluated, its sums judged. Else
             logits `[rows, L, V]` (packed: `[tokens, 1, V]`), not evaluated, when the plan samples or scores and this
             rank does too: evaluate them together with `written_caches()`. Otherwise None, with the caches evaluated.
 
         Raises:
-            EngineError: the buffers are too short, a recurrent row would be padded or rolled back, or `inlet` does not
+            EngineError: the buffers are too short, a recurrent row would be padded or rolled back, or `hidden` does not
                 belong to this forward.
             CollectiveFault: a sum over ranks was wrong on some rank. If waits are joined (`overlap.py`), sums of a
                 forward whose logits are returned are judged by `check_sums`.
         """
         self._flush()
-        check_inlet(self.stage, inlet, (sum(fwd.valid), 1) if fwd.packed else (len(kv_len), len(fwd.tokens[0])))
+        check_hidden(self.stage, hidden, (sum(fwd.valid), 1) if fwd.packed else (len(kv_len), len(fwd.tokens[0])))
         arena = self._arena(fwd.arena)
         arena.check_state(fwd.start, kv_len)
         in_flight, self._in_flight, self._last = self._in_flight, None, None
         if self.facts.recurrent and min(fwd.valid) < len(fwd.tokens[0]):
             raise EngineError("Rows with recurrent state cannot be padded.")
         if fwd.packed:
-            logits = self._packed(arena, fwd, kv_len, inlet)
+            logits = self._packed(arena, fwd, kv_len, hidden)
         elif self.facts.one_row and len(kv_len) > 1:
-            logits = self._rows_in_turn(arena, fwd, kv_len, inlet)
+            logits = self._rows_in_turn(arena, fwd, kv_len, hidden)
         else:
             view = self._view(arena, fwd.start, kv_len, len(fwd.tokens[0]), fwd.sample)
             if in_flight is not None and in_flight.computes(fwd, kv_len):
@@ -137,16 +137,16 @@ class Runner:
             else:
                 if in_flight is not None and in_flight.written:
                     self._forget(in_flight)
-                logits = self._call(arena, view, fwd.tokens, kv_len, fwd.valid, inlet, join=fwd.sample)
+                logits = self._call(arena, view, fwd.tokens, kv_len, fwd.valid, hidden, join=fwd.sample)
             if fwd.sample and len(fwd.tokens[0]) == 1 and self.stage is None:
                 self._last = fwd, [*kv_len]
         self._touched = arena
-        if self.samples and (fwd.sample or fwd.score) and not self._has_outlet:
+        if self.samples and (fwd.sample or fwd.score) and not self._has_hidden_output:
             self._logits = logits
             return logits
-        handed_on = [logits] if self._has_outlet else []
+        handed_on = [logits] if self._has_hidden_output else []
         mx.eval(handed_on, arena.touched())
-        return logits if self._has_outlet else None
+        return logits if self._has_hidden_output else None
 
     @property
     def captured_graph(self) -> bool:
@@ -165,12 +165,12 @@ class Runner:
     def _is_async(self, forwards: Sequence[Forward]) -> bool:
         """Whether these forwards are dispatched without waiting: one sampling forward, no sums to be judged first."""
         lazy = (self.reducer.size == 1 or self._joins_waits) and not self.facts.one_row
-        return lazy and len(forwards) == 1 and forwards[0].sample and not self._has_outlet
+        return lazy and len(forwards) == 1 and forwards[0].sample and not self._has_hidden_output
 
     @property
     def _joins_waits(self) -> bool:
         """Whether sums over ranks are judged after the wait for the tokens, instead of in a wait of their own."""
-        return self._overlap is Overlap.BUILD and self.samples and not self._has_outlet
+        return self._overlap is Overlap.BUILD and self.samples and not self._has_hidden_output
 
     # -- async scheduling ------------------------------------------------------------------------------------------
 
@@ -265,29 +265,29 @@ class Runner:
         tokens: Sequence[Sequence[int]],
         kv_len: Sequence[int],
         valid: Sequence[int],
-        inlet: mx.array | None,
+        hidden: mx.array | None,
         *,
         join: bool = False,
     ) -> mx.array | None:
-        """One model call over rows of one arena; logits [rows, L, V] where they are asked for, or a stage's outlet.
+        """One model call over rows of one arena; logits [rows, L, V] where they are asked for, or a stage's output.
 
         Args:
             join: the caller waits for the logits and then calls `check_sums`.
         """
         arena.open(view, [length + n for length, n in zip(kv_len, valid, strict=True)])
-        wanted = self.samples or self._has_outlet
-        if (replayed := self._graphs.call(arena, view, tokens, samples=wanted, inlet=inlet)) is not None:
+        wanted = self.samples or self._has_hidden_output
+        if (replayed := self._graphs.call(arena, view, tokens, samples=wanted, hidden=hidden)) is not None:
             logits, sums = replayed
         else:
             caches: list[Any] = list(arena.caches)  # a copy: models may extend the list
             ids = mx.array([list(row) for row in tokens], dtype=mx.int32)
-            logits = call_model(self.model, self.stage, ids, caches, inlet)
+            logits = call_model(self.model, self.stage, ids, caches, hidden)
             sums = self.reducer.finish()
         arena.close()
         if self.reducer.size > 1:
             # All collectives of the call: the same arrays in the same order on every rank. The rank that samples
             # evaluates the logits later, unless mlx-lm has collectives of its own in them.
-            arrays = [*sums, *arena.touched(), *([logits] if self.reducer.foreign or self._has_outlet else [])]
+            arrays = [*sums, *arena.touched(), *([logits] if self.reducer.foreign or self._has_hidden_output else [])]
             self._unjudged = sums
             if join and self._joins_waits:
                 mx.async_eval(arrays)  # type: ignore[no-untyped-call]
@@ -308,7 +308,7 @@ class Runner:
             self.reducer.judge(self._step, sums)
 
     def _packed(
-        self, arena: ArenaBuffers, fwd: Forward, kv_len: Sequence[int], inlet: mx.array | None
+        self, arena: ArenaBuffers, fwd: Forward, kv_len: Sequence[int], hidden: mx.array | None
     ) -> mx.array | None:
         """A call without padding: each token is a row of its own; logits [tokens, 1, V]."""
         if not install.active():
@@ -318,17 +318,17 @@ class Runner:
             )
         view = RowView(fwd.start, kv_len, 1, mask_dims=self.facts.mask_dims, packed=fwd.valid)
         tokens = [(token,) for row, n in zip(fwd.tokens, fwd.valid, strict=True) for token in row[:n]]
-        return self._call(arena, view, tokens, kv_len, fwd.valid, inlet)
+        return self._call(arena, view, tokens, kv_len, fwd.valid, hidden)
 
     def _rows_in_turn(
-        self, arena: ArenaBuffers, fwd: Forward, kv_len: Sequence[int], inlet: mx.array | None
+        self, arena: ArenaBuffers, fwd: Forward, kv_len: Sequence[int], hidden: mx.array | None
     ) -> mx.array | None:
         """For models that take one position for all rows: one call per row, without padding; logits padded with 0."""
         width = len(fwd.tokens[0])
         parts = []
         for i, (row, n) in enumerate(zip(fwd.tokens, fwd.valid, strict=True)):
             view = self._view(arena, fwd.start + i, kv_len[i : i + 1], n, fwd.sample)
-            own = None if inlet is None else inlet[i : i + 1, :n]
+            own = None if hidden is None else hidden[i : i + 1, :n]
             part = self._call(arena, view, [row[:n]], kv_len[i : i + 1], [n], own)
             mx.eval([] if part is None else part, arena.touched())  # before the next row writes (see `buffers.py`)
             if part is not None:

@@ -1,10 +1,9 @@
-"""A pipeline stage: some consecutive layers of a model, with an inlet before them and an outlet behind them (P1, P4).
+"""A pipeline stage: consecutive layers of a model. It receives hidden states and returns hidden states or logits.
 
-The model's own code runs. Layers of other stages are in their places, so that indices keep their meaning, but compute
-nothing: the one before the stage's first layer hands on the array that came from the stage before (the inlet), the one
-behind its last layer takes what comes out (the outlet), and all others hand on NaN. So what reaches the stage past the
-inlet shows, instead of giving wrong tokens. Own layers and the model itself are unchanged. `loading/stage_cut.py` makes
-stages.
+The model's own code runs. Layers of other stages keep their places, so that indices keep their meaning, but compute
+nothing: the one before the stage's first layer returns the hidden states from the stage before, the one behind its last
+layer stores those that this stage returns, and all others return NaN. So anything else that reaches the stage makes its
+result NaN instead of a wrong token. Own layers and the model itself are unchanged. `loading/stage_cut.py` makes stages.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def cannot_be_cut(name: str, reason: str) -> ModelUnsupported:
 
 @dataclass(frozen=True, slots=True)
 class ActivationArgument:
-    """Where a layer's call has the array that layers hand on."""
+    """Where a layer's call takes and returns the hidden states."""
 
     argument: int | str
     """Number of the positional argument, or name of the keyword argument."""
@@ -38,11 +37,11 @@ class ActivationArgument:
 
 @dataclass(slots=True)
 class _Passing:
-    """What goes through a stage in one call of the model."""
+    """The hidden states of one call of the model."""
 
-    inlet: mx.array | None
-    entered: int = 0  # layers that were given the inlet
-    outlet: mx.array | None = None
+    hidden: mx.array | None
+    entered: int = 0  # layers that were given `hidden`
+    output: mx.array | None = None
 
 
 class Stage:
@@ -50,7 +49,7 @@ class Stage:
 
     Args:
         name: of the model, for messages.
-        width: elements of the array that layers hand on, per token.
+        width: elements of a token's hidden states.
         whole: facts of the whole model, before it was cut or split.
     """
 
@@ -68,69 +67,71 @@ class Stage:
         return f"{own} of 0-{self.count - 1}"
 
     @property
-    def has_inlet(self) -> bool:
+    def has_hidden_input(self) -> bool:
         """Whether a stage comes before this one."""
         return self.first > 0
 
     @property
-    def has_outlet(self) -> bool:
+    def has_hidden_output(self) -> bool:
         """Whether a stage comes after this one. It then has no logits."""
         return self.last < self.count
 
-    def call(self, model: Module, tokens: mx.array, caches: list[Any], inlet: mx.array | None) -> mx.array:
+    def call(self, model: Module, tokens: mx.array, caches: list[Any], hidden: mx.array | None) -> mx.array:
         """One call of the model; lazy.
 
         Args:
             tokens: [rows, L]. Only the first stage looks at their values.
-            inlet: [rows, L, width], from the stage before; None for the first stage.
+            hidden: [rows, L, width], from the stage before; None for the first stage.
 
         Returns:
             [rows, L, width] for the next stage; from the last stage logits [rows, L, V].
 
         Raises:
-            EngineError: the model did not pass the inlet exactly once.
+            EngineError: the model did not use `hidden` exactly once.
         """
-        passing = self._passing = _Passing(inlet)
+        passing = self._passing = _Passing(hidden)
         try:
             logits: mx.array = model(tokens, cache=caches)
         finally:
             self._passing = None
-        result = passing.outlet if self.has_outlet else logits
-        if result is None or passing.entered != int(self.has_inlet):
-            raise EngineError(f"The model ran {self} with {passing.entered} inlets.")
+        result = passing.output if self.has_hidden_output else logits
+        if result is None or passing.entered != int(self.has_hidden_input):
+            raise EngineError(f"The model ran {self} with {passing.entered} inputs of hidden states.")
         return result
 
     def hand_on(self, layer: int, incoming: mx.array) -> mx.array:
-        """What a layer of another stage hands on. Changes state at the inlet and at the outlet."""
+        """The result of a layer of another stage. Changes state right before and right behind this stage."""
         passing = self._passing
-        if passing is not None and layer == self.first - 1 and passing.inlet is not None:
+        if passing is not None and layer == self.first - 1 and passing.hidden is not None:
             passing.entered += 1
-            return passing.inlet
+            return passing.hidden
         if passing is not None and layer == self.last:
-            passing.outlet = incoming
+            passing.output = incoming
         return mx.full(incoming.shape, float("nan"), incoming.dtype)
 
 
-def check_inlet(stage: Stage | None, inlet: mx.array | None, fed: tuple[int, int]) -> None:
-    """Check that a forward of `fed` = (rows, tokens per row) has the inlet that it needs, or none.
+def check_hidden(stage: Stage | None, hidden: mx.array | None, fed: tuple[int, int]) -> None:
+    """Check that a forward of `fed` = (rows, tokens per row) has the hidden states that it needs, or none.
 
     Raises:
         EngineError: says which shape it has, and which it must have.
     """
-    wanted = (*fed, stage.width) if stage is not None and stage.has_inlet else None
-    given = None if inlet is None else tuple(inlet.shape)
+    wanted = (*fed, stage.width) if stage is not None and stage.has_hidden_input else None
+    given = None if hidden is None else tuple(hidden.shape)
     if given != wanted:
-        raise EngineError(f"{stage or 'The whole model'}: an inlet of shape {given} was given; {wanted} is needed.")
-    if inlet is not None and not mx.issubdtype(inlet.dtype, mx.floating):
-        raise EngineError(f"{stage}: an inlet of {inlet.dtype} was given; a floating dtype is needed.")
+        raise EngineError(
+            f"{stage or 'The whole model'}: hidden states of shape {given} were given; {wanted} is needed."
+        )
+    if hidden is not None and not mx.issubdtype(hidden.dtype, mx.floating):
+        raise EngineError(f"{stage}: hidden states of {hidden.dtype} were given; a floating dtype is needed.")
 
 
 def call_model(
-    model: Module, stage: Stage | None, tokens: mx.array, caches: list[Any], inlet: mx.array | None
+    model: Module, stage: Stage | None, tokens: mx.array, caches: list[Any], hidden: mx.array | None
 ) -> mx.array:
     """One call of a model that is whole (`stage` is None, and nothing of this module runs) or a stage; lazy."""
     if stage is not None:
-        return stage.call(model, tokens, caches, inlet)
+        return stage.call(model, tokens, caches, hidden)
     logits: mx.array = model(tokens, cache=caches)
     return logits
 

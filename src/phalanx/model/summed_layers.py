@@ -1,4 +1,4 @@
-"""Layers of a split model that sum over ranks through a `Reducer`, in place of mlx-lm's unchecked ones (A6).
+"""Layers of a split model that sum over ranks through a `Reducer`, in place of mlx-lm's unchecked ones.
 
 `loading/parallel.py` puts them into a model, `cpu/` gives them other weights.
 """

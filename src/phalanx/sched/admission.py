@@ -14,7 +14,7 @@ from phalanx.sched.arena import Arena, ArenaLayout
 from phalanx.sched.sequence import Sequence
 
 GRANULE = 256  # tokens; capacities are multiples of it
-SMALLEST_THRESHOLD = 1024  # tokens
+MIN_THRESHOLD = 1024  # tokens
 
 
 class KvLimits(Struct, frozen=True, kw_only=True):
@@ -32,7 +32,7 @@ class KvLimits(Struct, frozen=True, kw_only=True):
         """Largest capacity of an arena of short rows, in tokens."""
         half = max(0, self.kv_budget // 2 - self.max_num_seqs * self.bytes_per_row)
         share = half // max(1, self.max_num_seqs * self.bytes_per_token)
-        return max(SMALLEST_THRESHOLD, share // GRANULE * GRANULE)
+        return max(MIN_THRESHOLD, share // GRANULE * GRANULE)
 
     @property
     def n_arenas(self) -> int:
@@ -45,7 +45,7 @@ def round_up(tokens: int) -> int:
     return -(-tokens // GRANULE) * GRANULE
 
 
-def largest_row(kv_budget: int, bytes_per_token: int, bytes_per_row: int) -> int:
+def max_row(kv_budget: int, bytes_per_token: int, bytes_per_row: int) -> int:
     """The longest single row, in tokens, that the budget can hold: an upper limit of `max_model_len`."""
     if bytes_per_token == 0:
         return 1 << 40

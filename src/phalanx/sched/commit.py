@@ -1,4 +1,4 @@
-"""Turns verified tokens into committed tokens; no other file does (A2).
+"""Turns verified tokens into committed tokens; no other file does.
 
 The `Commit` returned is the only source of client events, token history, KV length, proposer history and counters.
 """

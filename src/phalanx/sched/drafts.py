@@ -26,17 +26,17 @@ def after_next(seq: Sequence) -> int:
 def useful_drafts(seq: Sequence) -> int:
     """Drafts that the request allows and that could all be committed; the token sampled after them is an output token
     too."""
-    most = seq.request.most_drafts
+    most = seq.request.max_drafts
     return after_next(seq) if most is None else min(after_next(seq), most)
 
 
 def fit_drafts(
-    layout: ArenaLayout, admission: Admission, drafts: Drafts, most_tokens: int
+    layout: ArenaLayout, admission: Admission, drafts: Drafts, max_tokens: int
 ) -> dict[int, tuple[int, ...]]:
     """The drafts of decoding rows, cut to what this step can feed; grows arenas where memory is free.
 
     Args:
-        most_tokens: of all rectangles together, padding included: every token has logits (a vocabulary wide).
+        max_tokens: of all rectangles together, padding included: every token has logits (a vocabulary wide).
 
     Returns:
         Sequence number -> at least one token; rows without drafts are absent.
@@ -44,7 +44,7 @@ def fit_drafts(
     fitted: dict[int, tuple[int, ...]] = {}
     if not drafts:
         return fitted
-    widest = most_tokens // max(1, len(layout.rows())) - 1
+    widest = max_tokens // max(1, len(layout.rows())) - 1
     for arena in layout.arenas:
         wanted = {
             row.number: tuple(drafts[row.number][: max(0, min(widest, useful_drafts(row)))])

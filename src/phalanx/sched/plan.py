@@ -20,7 +20,7 @@ class Commit(Struct, frozen=True, array_like=True):
     """What one row gained in one step, decided once (`sched/commit.py`) and obeyed by every rank.
 
     Its forwards brought the row's KV region to `computed` positions; `kv_len` of them are valid, the rest were
-    rejected drafts. A rank whose row is not at `computed` has skipped or repeated a forward (A1).
+    rejected drafts. A rank whose row is not at `computed` has skipped or repeated a forward.
     """
 
     seq: int  # the scheduler's number for the sequence
@@ -160,7 +160,7 @@ class Stop(Struct, frozen=True, tag="stop"):
 
 
 class RankReport(Struct, frozen=True, tag="report"):
-    """Every rank answers with its `RankStats`: proof that its engine loop runs and that its rows agreed (A5)."""
+    """Every rank answers with its `RankStats`: proof that its engine loop runs and that its rows agreed."""
 
 
 Plan = Step | Reset | RankReport | Stop

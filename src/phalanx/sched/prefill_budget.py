@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from phalanx.sched.sequence import Sequence
 
-SMALLEST_CHUNK = 16  # prompt tokens per step at least, however slow the machine
+MIN_CHUNK = 16  # prompt tokens per step at least, however slow the machine
 PREFILL_ONLY = 4  # times its target that a step without decoding rows may take: wide products are faster per token
 BESIDE_S = 0.1  # of a chunk beside decoding rows on a CPU, unless a step of the rows alone takes longer
 RECENT = 8  # steps of the rows, of which the fastest counts: behind a chunk, or when memory was moved, they are slower
@@ -23,7 +23,7 @@ BESIDE_STEPS = 2.0  # times the rows' own step: a longer chunk would be felt in 
 class PrefillBounds(NamedTuple):
     """Within what the budget adapts."""
 
-    first: int = SMALLEST_CHUNK
+    first: int = MIN_CHUNK
     """Prompt tokens of the first step; the budget at most doubles from step to step."""
     most: int = 512
     """Tokens of a step, those of decoding rows included."""
@@ -88,7 +88,7 @@ class PrefillBudget:
             self._owed_s = max(0.0, self._owed_s + self._owes * prefill_s - min(self._decode_s))
         else:
             self._owed_s = 0.0  # the rows that were owed it have ended
-        if prefill_s <= 0 or tokens < min(SMALLEST_CHUNK, self._limit):
+        if prefill_s <= 0 or tokens < min(MIN_CHUNK, self._limit):
             return
         speed = tokens / prefill_s
         if 2 * tokens < planned and 2 * prefill_s < self._target_s and speed < self._speed < math.inf:
@@ -107,7 +107,7 @@ class PrefillBudget:
         if decoding and self._owed_s > 0:
             return 0
         limit = self._beside() if decoding else self._limit_prefill_only
-        return max(SMALLEST_CHUNK, min(self._most - decoding, limit))
+        return max(MIN_CHUNK, min(self._most - decoding, limit))
 
     def _beside(self) -> int:
         """The limit beside decoding rows. A slow step of theirs allows no long chunk."""
@@ -115,29 +115,29 @@ class PrefillBudget:
         seconds = min(max(BESIDE_S, step_s), BESIDE_STEPS * step_s)
         if not self._follows_decoding or math.inf in (seconds, self._speed):
             return self._limit
-        return max(SMALLEST_CHUNK, min(self._limit, int(self._speed * seconds)))
+        return max(MIN_CHUNK, min(self._limit, int(self._speed * seconds)))
 
     def _towards(self, speed: float, seconds: float, before: int) -> int:
         """What is computed in so many seconds at this speed, at most twice the limit before."""
         wanted = int(min(speed * min(seconds, self._longest_s), self._most))
-        return max(SMALLEST_CHUNK, min(wanted, 2 * before))
+        return max(MIN_CHUNK, min(wanted, 2 * before))
 
 
-def share_out(budget: int, rows: Iterable[Sequence], *, most_scored: int) -> dict[int, int]:
+def share_out(budget: int, rows: Iterable[Sequence], *, max_scored: int) -> dict[int, int]:
     """How many tokens each prefilling row computes in a step: sequence number -> tokens.
 
     The budget goes in equal shares to the rows, those with the least left first, so that a short prompt beside a long
     one is answered soon and the long one still advances.
 
     Args:
-        most_scored: most tokens of a row whose prompt's log-probabilities are wanted.
+        max_scored: most tokens of a row whose prompt's log-probabilities are wanted.
     """
     chunks: dict[int, int] = {}
     ordered = sorted(rows, key=lambda row: (row.to_prefill, row.number))
     for i, row in enumerate(ordered):
         count = min(row.to_prefill, -(-budget // (len(ordered) - i)))
         if row.wants_scores:
-            count = min(count, most_scored)
+            count = min(count, max_scored)
         if count > 0:
             chunks[row.number] = count
             budget -= count

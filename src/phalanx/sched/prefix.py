@@ -49,22 +49,22 @@ def common_prefix(a: array[int] | list[int], b: array[int] | list[int], limit: i
 
 
 def live_prefix(
-    rows: Iterable[Sequence], seq: Sequence, limit: int, *, exact_only: bool
+    rows: Iterable[Sequence], seq: Sequence, limit: int, *, whole_only: bool
 ) -> tuple[Sequence | None, int]:
     """The live row of the same owner and salt that shares the longest computed prefix, at least one block; its length.
 
     Args:
         limit: longest prefix of use.
-        exact_only: only a row whose whole state is that of the prefix, as recurrent state cannot be cut.
+        whole_only: only a row whose whole state is that of the prefix, as recurrent state cannot be cut.
     """
     best, best_length = None, BLOCK - 1
     for row in rows:
         if row is seq or row.request.sharing != seq.request.sharing:
             continue
-        if exact_only and (row.kv_len > limit or row.in_flight):
+        if whole_only and (row.kv_len > limit or row.in_flight):
             continue
         length = common_prefix(row.tokens, seq.tokens, min(row.kv_len, limit))
-        if length > best_length and (not exact_only or length == row.kv_len):
+        if length > best_length and (not whole_only or length == row.kv_len):
             best, best_length = row, length
     return best, best_length
 
@@ -75,15 +75,15 @@ class PrefixIndex:
     Args:
         budget: bytes all entries may take together; 0 turns the cache off.
         bytes_per_token, bytes_per_row: what an entry of n tokens costs: `n * bytes_per_token + bytes_per_row`.
-        exact_only: recurrent state exists only at its exact length, so an entry is usable only whole.
+        whole_only: recurrent state exists only at its exact length, so an entry is usable only whole.
     """
 
-    def __init__(self, budget: int, bytes_per_token: int, bytes_per_row: int = 0, *, exact_only: bool = False) -> None:
+    def __init__(self, budget: int, bytes_per_token: int, bytes_per_row: int = 0, *, whole_only: bool = False) -> None:
         self.budget = budget
         self.used = 0
         self._bytes_per_token = bytes_per_token
         self._bytes_per_row = bytes_per_row
-        self._exact_only = exact_only
+        self._exact_only = whole_only
         self._entries: OrderedDict[int, _PrefixEntry] = OrderedDict()
         self._by_block: dict[int, dict[int, None]] = {}  # block hash -> entries that contain it, oldest first
         self._next = 0

@@ -36,7 +36,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     decode_share: float
     prefix_budget: int  # bytes
     recurrent: bool = False  # rows hold recurrent state: no padding, a fresh row alone, prefixes whole
-    largest_logits: int = 256  # tokens with logits in one step: of a chunk that is scored, of all rows with drafts
+    max_logits: int = 256  # tokens with logits in one step: of a chunk that is scored, of all rows with drafts
     pack_above: int | None = None
     """Sampling forwards of more tokens (rows x widest row) are fed without padding: smaller ones are replayed from
     captured graphs, which packed ones are not. None: some rank cannot leave padding out."""
@@ -64,7 +64,7 @@ class Scheduler:
             config.prefix_budget,
             config.limits.bytes_per_token,
             config.limits.bytes_per_row,
-            exact_only=config.recurrent,
+            whole_only=config.recurrent,
         )
         self.prefill_budget = PrefillBudget(config.prefill, config.target_step_s, config.decode_share)
         self.counters = Counters()
@@ -151,7 +151,7 @@ class Scheduler:
             drafts: tokens that may follow in decoding rows (`draftable`); cut to what fits, or left out.
             held: numbers of waiting sequences that get no row yet, because their grammars are being compiled.
         """
-        assert not (drafts and self.config.recurrent), "recurrent state cannot roll back (A3)"
+        assert not (drafts and self.config.recurrent), "recurrent state cannot roll back"
         self._expire(now)
         short = self._grow()
         if not short:
@@ -159,7 +159,7 @@ class Scheduler:
         self.layout.free_empty()
         group = self.layout.next_group(self._decoded, short)
         rows = self.layout.decoding(group)
-        most = min(self.config.prefill.most, self.config.largest_logits)
+        most = min(self.config.prefill.most, self.config.max_logits)
         drafts = {row.number: drafts[row.number] for row in rows if row.number in drafts}
         fitted = fit_drafts(self.layout, self.admission, drafts, most)
         chunks = self._plan_chunks(len(rows) + sum(map(len, fitted.values())))
@@ -345,7 +345,7 @@ class Scheduler:
         if seq.first_token is None:
             self.counters.prefix_queries += seq.prompt_len
         hit = self.prefix.find(seq.request.sharing, seq.tokens, limit)
-        live, shared = live_prefix(self.layout.rows(), seq, limit, exact_only=self.config.recurrent)
+        live, shared = live_prefix(self.layout.rows(), seq, limit, whole_only=self.config.recurrent)
         length = 0
         if live is not None and (hit is None or shared > hit.length):
             self.layout.ops.append(Share(live.arena, live.slot, seq.arena, seq.slot, shared))
@@ -361,7 +361,7 @@ class Scheduler:
     def _plan_chunks(self, decoding: int) -> dict[int, int]:
         """Sequence number -> tokens that it prefills in a step that feeds `decoding` tokens to decoding rows."""
         rows = [row for row in self.layout.rows() if not row.decoding]
-        return share_out(self.prefill_budget.tokens(decoding), rows, most_scored=self.config.largest_logits)
+        return share_out(self.prefill_budget.tokens(decoding), rows, max_scored=self.config.max_logits)
 
     def _prefill_forwards(self, chunks: dict[int, int]) -> list[Forward]:
         """The chunks as forwards. A row that finishes its prompt becomes a decoding row of this same step."""

@@ -111,7 +111,7 @@ class Sequence:
         )
 
     def timing(self, now: float) -> Timing:
-        """How long the sequence waited, prefilled and decoded until `now` (M1)."""
+        """How long the sequence waited, prefilled and decoded until `now`."""
         started = self.first_scheduled if self.first_scheduled is not None else now
         first = self.first_token if self.first_token is not None else now
         last = self.last_token if self.last_token is not None else first

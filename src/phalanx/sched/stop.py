@@ -1,4 +1,4 @@
-"""Whether a row is finished, as far as token ids and counts can tell. The one place that decides it (A9).
+"""Whether a row is finished, as far as token ids and counts can tell. The one place that decides it.
 
 Does not know stop strings: they need text, which only the server has. It sends `Finish`, which the scheduler applies.
 """

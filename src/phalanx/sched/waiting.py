@@ -1,4 +1,4 @@
-"""Sequences that wait for a row: first come, first served within an owner, and by turns between owners (S3).
+"""Sequences that wait for a row: first come, first served within an owner, and by turns between owners.
 
 An owner stands for an API key. The next row goes to the owner that holds the fewest, and to the earlier sequence where
 two hold as many; so one owner alone is served in order of arrival, and many sequences of one owner do not delay another

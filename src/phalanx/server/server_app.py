@@ -36,13 +36,13 @@ from phalanx.server.dialects.ollama.ollama_models import REFUSED
 from phalanx.server.dialects.openai.chat_completions import CHAT
 from phalanx.server.dialects.openai.completions import COMPLETIONS
 from phalanx.server.dialects.responses.responses_dialect import RESPONSES, input_tokens_body
+from phalanx.server.endpoints.determinism_key import determinism_key_of
 from phalanx.server.endpoints.engine_health import EngineHealth
 from phalanx.server.endpoints.generating import CompletionEndpoints
 from phalanx.server.endpoints.info import InfoEndpoints
-from phalanx.server.endpoints.numerics import numerics_of
 from phalanx.server.endpoints.ollama_info import OllamaEndpoints
 from phalanx.server.fields.openai_bodies import DetokenizeBody, TokenizeBody
-from phalanx.server.outputs.shapes import OutputShapes, by_name, choose
+from phalanx.server.outputs.output_formats import OutputFormats, by_name, choose
 from phalanx.server.prompts.chat_encoding import ChatEncoder
 from phalanx.server.prompts.grammar_checks import GrammarChecks
 from phalanx.server.prompts.prompt_encoder import Prompts
@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions
 
 
-GENERATING: Mapping[str, Dialect[Any]] = {
+GENERATE_ROUTES: Mapping[str, Dialect[Any]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETIONS,
     "/v1/messages": MESSAGES,
@@ -112,12 +112,12 @@ def create_app(
         defaults=defaults or GenerationDefaults(),
         eos_ids=frozenset(tokenizer.eos_ids),
         template_kwargs=config.default_chat_template_kwargs,
-        shapes=shapes_of(config, tokenizer),
+        shapes=output_formats_of(config, tokenizer),
         shows_tools=tokenizer.shows_tools,
         drop_tools=_note_once(served_names(config)[0]) if config.drops_tools else None,
         auto_tools=config.enable_auto_tool_choice,
     )
-    numerics = numerics_of(config, served, tokenizer.fingerprint())
+    determinism_key = determinism_key_of(config, served, tokenizer.fingerprint())
     metrics = ServerMetrics(served.names[0])
     journal = Journal(
         engine,
@@ -128,7 +128,7 @@ def create_app(
         clock=clock,
     )
     health = EngineHealth(
-        engine, metrics, stall_s=config.stall_seconds, limit=config.engine.max_num_seqs, numerics=numerics
+        engine, metrics, stall_s=config.stall_seconds, limit=config.engine.max_num_seqs, determinism_key=determinism_key
     )
     intake = Intake(config.max_body_bytes, lambda: engine.info.max_model_len if engine.info else None)
     prompts = Prompts(tokenizer)
@@ -144,7 +144,7 @@ def create_app(
     )
     grammars = GrammarChecks(tokenizer)
     completions = CompletionEndpoints(
-        config, served, intake, prompts, chats, grammars, journal, metrics, numerics, clock
+        config, served, intake, prompts, chats, grammars, journal, metrics, determinism_key, clock
     )
 
     @asynccontextmanager
@@ -181,7 +181,7 @@ def create_app(
     return ServerApp(application, running, journal, served, grammars.prepare)
 
 
-def shapes_of(config: ServerConfig, tokenizer: Tokenizer) -> OutputShapes:
+def output_formats_of(config: ServerConfig, tokenizer: Tokenizer) -> OutputFormats:
     """The formats in which the model writes calls and reasoning: by its chat template, or as the flags say."""
     found = choose(tokenizer.template_source, tokenizer.added_tokens)
     return by_name(found, config.tool_call_parser, config.reasoning_parser)
@@ -214,7 +214,7 @@ def _routes(
 ) -> list[Route]:
     client = access.client
     return [
-        *(Route("POST", path, completions.of(kind), client, kind.body) for path, kind in GENERATING.items()),
+        *(Route("POST", path, completions.of(kind), client, kind.body) for path, kind in GENERATE_ROUTES.items()),
         *(
             Route("POST", path, information.counting(kind, written), client, kind.body)
             for path, (kind, written) in COUNTING.items()

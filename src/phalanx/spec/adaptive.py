@@ -11,7 +11,7 @@ from typing import NamedTuple
 from phalanx.sched.forwards import computed
 from phalanx.spec.acceptance import AcceptanceTracker, Chances
 from phalanx.spec.budget import GAINS_AT_RISK, PROBE_SHARE, ExplorationBudget
-from phalanx.spec.control import Committed, StepTime, Unread, share_out
+from phalanx.spec.control import Committed, DraftPrefill, StepTime, share_out
 from phalanx.spec.cost import CostCurve, tokens_per_row
 from phalanx.spec.drafters import Draft
 
@@ -66,7 +66,9 @@ class AdaptiveControl:
         self._refill_earned = 0.0  # refill since a draft was last compared, less the cost of reading since
         self._last_draft_right = False  # its first token was right, and the budget is not far overdrawn
 
-    def request(self, room: Mapping[int, int], unread: Mapping[int, Unread], *, overlapped: bool) -> dict[int, int]:
+    def request(
+        self, room: Mapping[int, int], unread: Mapping[int, DraftPrefill], *, overlapped: bool
+    ) -> dict[int, int]:
         self._rows, self._overlapped, self._drafter_asked = len(room), overlapped, False
         for key in room.keys() - self._begun:
             self._begun.add(key)
@@ -183,7 +185,7 @@ class AdaptiveControl:
         _, speed, cost = self._fastest({key: chances for key, (_, chances) in ahead.items() if chances})
         return (speed - 1.0) * cost > self._overlap_loss * (1.0 - max(likely for likely, _ in ahead.values()))
 
-    def _plan_reading(self, room: Mapping[int, int], unread: Mapping[int, Unread]) -> dict[int, int]:
+    def _plan_reading(self, room: Mapping[int, int], unread: Mapping[int, DraftPrefill]) -> dict[int, int]:
         """Sequence -> prompt tokens for the draft model to read in this step, no longer than a non-speculative one: of
         prompts that promise more than they cost, if the budget pays for the whole; else of one that the refill pays."""
         base = self._costs.base(max(1, len(room)))
@@ -192,7 +194,7 @@ class AdaptiveControl:
         self._rows = len(room.keys() | unread.keys())
         able = {key: n for key, n in room.items() if n > 0} | {key: row.useful for key, row in unread.items()}
         speed, self._rows = self._fastest(self._expected(able)).speed, len(room)
-        worth: dict[int, Unread] = {}
+        worth: dict[int, DraftPrefill] = {}
         funds, earned = self._budget.balance, max(self._budget.spendable, self._refill_earned)
         for key, row in sorted(unread.items(), key=itemgetter(1)):
             price = row.tokens * self._read_s / base

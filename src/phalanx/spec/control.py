@@ -11,7 +11,7 @@ from phalanx.spec.drafters import Draft
 Committed = Mapping[int, Sequence[int]]  # decoding sequence -> the tokens of a step
 
 
-class Unread(NamedTuple):
+class DraftPrefill(NamedTuple):
     """A sequence that a draft model has to read before it can draft for it."""
 
     tokens: int  # to read, >= 1
@@ -33,7 +33,9 @@ class Control(Protocol):
     """Chooses k per sequence. A decoding step calls `request`, `choose` if there are drafts, `can_overlap` under async
     scheduling, and `observe`. All methods change state."""
 
-    def request(self, room: Mapping[int, int], unread: Mapping[int, Unread], *, overlapped: bool) -> dict[int, int]:
+    def request(
+        self, room: Mapping[int, int], unread: Mapping[int, DraftPrefill], *, overlapped: bool
+    ) -> dict[int, int]:
         """How many tokens, >= 1, the drafter should read of unread sequences and draft for others; the rest are absent.
 
         Args:
@@ -60,7 +62,7 @@ class Control(Protocol):
         """The sequence is over; unknown ones are ignored."""
 
 
-def share_out(unread: Mapping[int, Unread], most: int) -> dict[int, int]:
+def share_out(unread: Mapping[int, DraftPrefill], most: int) -> dict[int, int]:
     """Up to `most` tokens to read, one sequence after the other."""
     reads: dict[int, int] = {}
     for key, (tokens, _) in unread.items():

@@ -50,7 +50,7 @@ class DraftModel(Drafter):
     _vocab_size: int  # of the target; only its tokens are drawn
     _kv_budget: int  # bytes for its rows; sequences beyond it get no drafts
     _metadata_after: MetadataAfter
-    _largest_logits: int = 256  # most tokens with logits in one forward; one per row at least
+    _max_logits: int = 256  # most tokens with logits in one forward; one per row at least
     _rows: dict[int, _Row] = field(default_factory=dict)
     _slots: list[_Row] = field(default_factory=list)
     _allocated: tuple[int, int] = (0, 0)  # rows, tokens
@@ -106,7 +106,7 @@ class DraftModel(Drafter):
     @property
     def _max_catch_up(self) -> int:
         """Known tokens per row that a drafting forward may feed. Each has logits, of which only the last are used."""
-        return max(1, min(MAX_CATCH_UP, self._largest_logits // max(1, len(self._slots))))
+        return max(1, min(MAX_CATCH_UP, self._max_logits // max(1, len(self._slots))))
 
     def _draw(self, fed: Mapping[int, list[int]], drafts: Mapping[int, list[int]]) -> dict[int, int]:
         """Feed tokens to some rows and draw one for each; rows between them are fed a token that is discarded."""

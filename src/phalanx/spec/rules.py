@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping
 
 from phalanx.spec.adaptive import AdaptiveControl
 from phalanx.spec.budget import PROBE_SHARE
-from phalanx.spec.control import Committed, Control, StepTime, Unread, share_out
+from phalanx.spec.control import Committed, Control, DraftPrefill, StepTime, share_out
 from phalanx.spec.drafters import Draft
 from phalanx.speculation_config import DraftModelSpeculation, SpeculativeConfig
 
-FLOOR = 0.40  # rate of acceptance below which `FloorControl` switches drafts off (A8)
+FLOOR = 0.40  # rate of acceptance below which `FloorControl` switches drafts off
 BACKOFF = 20  # windows of steps for which it stays off before it tries again
 READ_AT_ONCE = 128  # prompt tokens that a draft model reads per step under these rules
 
@@ -36,7 +36,9 @@ class Always(Control):
     def __init__(self, most: int) -> None:
         self._most = most
 
-    def request(self, room: Mapping[int, int], unread: Mapping[int, Unread], *, overlapped: bool) -> dict[int, int]:
+    def request(
+        self, room: Mapping[int, int], unread: Mapping[int, DraftPrefill], *, overlapped: bool
+    ) -> dict[int, int]:
         drafts = {key: min(n, self._most) for key, n in room.items() if n > 0 and not overlapped}
         return share_out(unread, READ_AT_ONCE) | drafts
 
@@ -63,7 +65,9 @@ class FloorControl(Always):
         self._recent: deque[tuple[int, int]] = deque(maxlen=window)  # (tokens verified, tokens right)
         self._off = 0  # steps left
 
-    def request(self, room: Mapping[int, int], unread: Mapping[int, Unread], *, overlapped: bool) -> dict[int, int]:
+    def request(
+        self, room: Mapping[int, int], unread: Mapping[int, DraftPrefill], *, overlapped: bool
+    ) -> dict[int, int]:
         return {} if self._off else super().request(room, unread, overlapped=overlapped)
 
     def can_overlap(self, keys: Collection[int]) -> bool:

@@ -1,4 +1,4 @@
-"""Speculation on the leader: connects a drafter and a control, and reports committed tokens to both (A2)."""
+"""Speculation on the leader: connects a drafter and a control, and reports committed tokens to both."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from phalanx.sched.drafts import useful_drafts
 from phalanx.sched.plan import Commit, Step
 from phalanx.sched.sequence import Sequence
-from phalanx.spec.control import Committed, Control, StepTime, Unread
+from phalanx.spec.control import Committed, Control, DraftPrefill, StepTime
 from phalanx.spec.drafters import Drafter
 from phalanx.spec.running_grammars import Grammars
 from phalanx.spec.stats import SpecMeter
@@ -29,7 +29,7 @@ class Speculator:
     _control: Control
     meter: SpecMeter
     _vocab_size: int  # of the target; drafts are cut before a token outside it
-    _most_rows: float = math.inf  # with more decoding rows there are no drafts
+    _max_rows: float = math.inf  # with more decoding rows there are no drafts
     _prefilling: Callable[[], Iterable[Sequence]] = tuple  # rows that the target prefills, and a draft model reads
     _grammars: Grammars | None = None
     _without_drafts: bool = False  # the comparison wants no drafts in this step
@@ -51,7 +51,7 @@ class Speculator:
     def can_overlap(self, numbers: Collection[int]) -> bool:
         """Whether the next step of these sequences may be dispatched without drafts, before this one is committed."""
         comparison = self.meter.comparison
-        if self._skip or len(numbers) > self._most_rows or not (comparison is None or comparison.next_may_draft):
+        if self._skip or len(numbers) > self._max_rows or not (comparison is None or comparison.next_may_draft):
             return True
         self._overhead_s -= time.perf_counter()
         can_overlap = self._control.can_overlap(numbers)
@@ -66,7 +66,7 @@ class Speculator:
             overlapped: the step was dispatched without drafts; lookups are only compared with its tokens.
         """
         self._read_s = 0.0
-        self._refused = bool(draftable) and all(seq.request.most_drafts == 0 for seq in draftable)
+        self._refused = bool(draftable) and all(seq.request.max_drafts == 0 for seq in draftable)
         if self.meter.comparison is not None:
             rows = () if self._refused else {seq.number for seq in draftable}
             self._without_drafts = not self.meter.comparison.begin(rows, time.perf_counter())
@@ -82,7 +82,7 @@ class Speculator:
             self._follow(seq)
         if self._refused:
             return {}
-        crowded = len(draftable) > self._most_rows
+        crowded = len(draftable) > self._max_rows
         useful = {seq.number: 0 if crowded else n for seq, n in draftable.items()}
         unread = {} if overlapped or not self.computes else self._unread(useful)
         room = {number: 0 if number in unread else n for number, n in useful.items()}
@@ -152,14 +152,14 @@ class Speculator:
                 self._control.observe(followed, {}, None)
         self._pending.clear()
 
-    def _unread(self, room: Mapping[int, int]) -> dict[int, Unread]:
+    def _unread(self, room: Mapping[int, int]) -> dict[int, DraftPrefill]:
         """Sequences that a draft model has to read first: decoding ones, and those that the target prefills."""
         useful = {number: n for number, n in room.items() if n > 0}
         for seq in self._prefilling():
             if (n := useful_drafts(seq)) > 0:
                 self._follow(seq)
                 useful[seq.number] = n
-        return {number: Unread(tokens, useful[number]) for number, tokens in self._drafter.unread(useful).items()}
+        return {number: DraftPrefill(tokens, useful[number]) for number, tokens in self._drafter.unread(useful).items()}
 
     def _read_prompts(self, reads: Mapping[int, int]) -> None:
         before = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The figures of speculation: counted per draft, reported in one line (A8)."""
+"""The figures of speculation: counted per draft, reported in one line."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def report(stats: SpecStats) -> dict[str, object]:
 
 
 def log_line(stats: SpecStats) -> str:
-    """One line for the log (A8). `at` lists, by position, the share of drafts of that length accepted up to there."""
+    """One line for the log. `at` lists, by position, the share of drafts of that length accepted up to there."""
     times = speedup(stats)
     compared = "" if times is None else f", {times:.3f} times as fast as without"
     if not stats.drafts:

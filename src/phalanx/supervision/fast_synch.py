@@ -1,4 +1,4 @@
-"""Whether `MLX_METAL_FAST_SYNCH=1` pays on a group of Macs: from the time of a step with it and without (F5).
+"""Whether `MLX_METAL_FAST_SYNCH=1` pays on a group of Macs: from the time of a step with it and without.
 
 With it Metal and the processor wait for each other in shared memory: several times faster on some machines, but MLX's
 authors call it buggy (rare deadlocks, which the watchdog ends). It concerns JACCL, whose sums are short enough for this

@@ -190,8 +190,8 @@ async def _start(
             name = "mpirun" if topology.n_stages == 1 else f"mpirun of stage {stage}"
             processes[name] = await _start_mpirun(config, known, reached, ranks, variables, socket_path.parent)
         else:
-            fabric = await _fabric_of(backend, cluster, group, ranks, reached, own_port)
-            processes |= await _start_each(ranks, fabric, reached, variables, socket_path.with_suffix(f".{stage}"))
+            rendezvous = await _rendezvous_of(backend, cluster, group, ranks, reached, own_port)
+            processes |= await _start_each(ranks, rendezvous, reached, variables, socket_path.with_suffix(f".{stage}"))
     return RankProcesses(processes, [pid_file(socket_path, 0)])
 
 
@@ -224,8 +224,8 @@ async def _start_mpirun(
     return await spawn(command, {**variables, **own_files(directory)})
 
 
-class _Fabric(NamedTuple):
-    """How the ranks of a stage find their fabric."""
+class _Rendezvous(NamedTuple):
+    """How the ranks of a stage find each other."""
 
     variables: list[dict[str, str]]
     """Environment of each rank."""
@@ -233,14 +233,14 @@ class _Fabric(NamedTuple):
     """Environment variable -> text of the file that it shall name."""
 
 
-async def _fabric_of(
+async def _rendezvous_of(
     backend: Backend | None,
     cluster: ClusterConfig,
     group: GroupConfig,
     ranks: Sequence[_Rank],
     reached: Sequence[ReachedAgent],
     own_port: int,
-) -> _Fabric:
+) -> _Rendezvous:
     """What MLX's backend reads: ranks, and the address of the stage's first host.
 
     Args:
@@ -250,11 +250,11 @@ async def _fabric_of(
     hosts = [cluster.hosts[rank] for rank in numbers]
     first, size = hosts[0].address, len(hosts)
     if backend is None or size == 1:
-        return _Fabric([{}], {})
+        return _Rendezvous([{}], {})
     if backend == "ring":
         ports = [group.addresses[rank].rpartition(":")[2] for rank in numbers]
         lists = [[f"{ip}:{port}" for ip in host.ips] for host, port in zip(hosts, ports, strict=True)]
-        return _Fabric(
+        return _Rendezvous(
             [environment_of(backend, tp_rank, None) for tp_rank in range(size)], {"MLX_HOSTFILE": json.dumps(lists)}
         )
     if backend in ("jaccl", "jaccl-ring"):
@@ -264,15 +264,15 @@ async def _fabric_of(
             for tp_rank in range(size)
         ]
         devices = [[host.rdma[other] for other in numbers] for host in hosts]
-        return _Fabric(variables, {"MLX_IBV_DEVICES": json.dumps(devices)})
+        return _Rendezvous(variables, {"MLX_IBV_DEVICES": json.dumps(devices)})
     port = own_port if numbers[0] == 0 else (await reached[numbers[0] - 1].free_ports(first, 1))[0]
     meeting = f"{first}:{port}"
-    return _Fabric([environment_of(backend, rank, None, size=size, meeting=meeting) for rank in range(size)], {})
+    return _Rendezvous([environment_of(backend, rank, None, size=size, meeting=meeting) for rank in range(size)], {})
 
 
 async def _start_each(
     ranks: Sequence[_Rank],
-    fabric: _Fabric,
+    rendezvous: _Rendezvous,
     reached: Sequence[ReachedAgent],
     variables: dict[str, str],
     files: Path,
@@ -283,14 +283,14 @@ async def _start_each(
         files: path of this host's files, without the ending.
     """
     processes: dict[str, Child] = {}
-    for (rank, arguments), own in zip(ranks, fabric.variables, strict=True):
+    for (rank, arguments), own in zip(ranks, rendezvous.variables, strict=True):
         if rank == 0:
             local: dict[str, str] = {}
-            local |= {name: _write(files.with_suffix(f".{name}.json"), text) for name, text in fabric.files.items()}
+            local |= {name: _write(files.with_suffix(f".{name}.json"), text) for name, text in rendezvous.files.items()}
             command = [sys.executable, *RUN_PHALANX, "rank", *arguments]
             processes["rank 0"] = await spawn(command, {**variables, **own, **local, **own_files(files.parent)})
         else:
-            run = RunRank(arguments, {**variables, **own}, fabric.files)
+            run = RunRank(arguments, {**variables, **own}, rendezvous.files)
             processes[f"rank {rank}"] = await reached[rank - 1].run(run)
     return processes
 

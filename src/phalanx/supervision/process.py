@@ -322,7 +322,7 @@ class EngineProcess(EngineConnection):
         return reported if reported is not None and not reported.restart_helps else _as_exit_code(end.status)
 
     def _failed_to_join(self, end: End) -> bool:
-        """Whether this start ended because ranks or the fabric between them did not come together."""
+        """Whether this start ended because ranks or the network between them did not come together."""
         if self._ready_at is not None or self._ranks is None or self._stall_reason:
             return False
         if self._ranks.ended_by(signal.SIGALRM):

@@ -1,4 +1,4 @@
-"""Reads the small files of a model's directory, which a stranger may have written (S5).
+"""Reads the small files of a model's directory, which a stranger may have written.
 
 A file is read if it is a regular file of a plausible size that lies in the directory; its JSON is one object of finite
 numbers, nested as deep as such files are. Errors name the file and the field.

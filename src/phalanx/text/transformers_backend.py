@@ -78,7 +78,7 @@ class TransformersBackend(Backend):
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if _accepts(self.hf.encode, "add_special_tokens"):
             return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
-        return list(self.hf.encode(text))  # a tokenizer with its own `encode` adds no special tokens (B6)
+        return list(self.hf.encode(text))  # a tokenizer with its own `encode` adds no special tokens
 
     def decode(self, ids: Sequence[int]) -> str:
         if self._library is not None:
@@ -152,7 +152,7 @@ def load(path: Path, *, trust_remote_code: bool, chat_template: str | None) -> T
 
 
 def _accepts(function: Any, parameter: str) -> bool:
-    """Whether a tokenizer's method takes a keyword argument. A class of a model's repository may misread it (B6)."""
+    """Whether a tokenizer's method takes a keyword argument. A class of a model's repository may misread it."""
     parameters = inspect.signature(function).parameters
     if parameter in parameters:
         return True

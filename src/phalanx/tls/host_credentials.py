@@ -1,4 +1,4 @@
-"""TLS between the hosts of one cluster: each end accepts exactly the certificate of the host that it means (S4).
+"""TLS between the hosts of one cluster: each end accepts exactly the certificate of the host that it means.
 
 There is no authority: every host has a self-signed certificate, and every host knows all certificates of its cluster.
 So a connection is to a known host or there is none. Does not know who makes the certificates (`certificates.py`), nor

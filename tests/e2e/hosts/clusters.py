@@ -14,7 +14,7 @@ from typing import Any
 from rig import Host, Rig
 
 SERVE = ("demo", "--host", "0.0.0.0", "--kv-cache-gb", "0.2", "--prefix-cache-gb", "0", "--memory-guard-gb", "1",
-         "--silence-seconds", "8")  # fmt: skip
+         "--heartbeat-timeout-seconds", "8")  # fmt: skip
 PORT = 8000
 WAIT_S = 240.0
 ANSI = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")

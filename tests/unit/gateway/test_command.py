@@ -85,7 +85,7 @@ def test_the_limit_of_breaks_holds_before_the_first_byte_too(served):
     assert (
         main(COMMAND) == main([*COMMAND, "--migration-limit", "1"]) == main([*COMMAND, "--migration-limit", "0"]) == 0
     )
-    assert [config.most_breaks for config in served] == [3, 1, 3]
+    assert [config.max_breaks for config in served] == [3, 1, 3]
 
 
 @pytest.mark.parametrize("flag", ["--api-key", "--admin-key", "--worker-key", "--worker-admin-key"])

@@ -26,11 +26,11 @@ MODELS = {"a": frozenset({"m", "n"}), "b": frozenset({"m"}), "c": None}
 NUMERICS = {"a": "n1", "b": "n2", "c": ""}
 
 
-def replica(name: str, limit: int = 2, models: frozenset[str] | None = None, numerics: str = "") -> Replica:
-    """Without numerics its streams cannot go on elsewhere, nor others' on it."""
+def replica(name: str, limit: int = 2, models: frozenset[str] | None = None, determinism_key: str = "") -> Replica:
+    """Without determinism_key its streams cannot go on elsewhere, nor others' on it."""
     spec = ReplicaSpec(name=name, url=f"http://{name}", admin_key="k")
     found = Replica(spec, HealthRules(2, 1), BreakerRules(failures=2, successes=1, open_s=5.0))
-    found.health.note(Check(ok=True, report=HealthReport(ReplicaLoad(0, 0, limit), numerics)), 0.0, 0.0)
+    found.health.note(Check(ok=True, report=HealthReport(ReplicaLoad(0, 0, limit), determinism_key)), 0.0, 0.0)
     found.models = models
     return found
 
@@ -46,10 +46,10 @@ def ask(owner: str = "", model: str | None = "m", give_up_at: float = 60.0, rows
     return DispatchRequest(owner, model, give_up_at, rows=rows)
 
 
-def begun(numerics: str = "n1", owner: str = "", tried: str = "", refused: str = "") -> DispatchRequest:
-    """A request whose stream has begun at a server with these numerics, and lost it."""
+def begun(determinism_key: str = "n1", owner: str = "", tried: str = "", refused: str = "") -> DispatchRequest:
+    """A request whose stream has begun at a server with these determinism_key, and lost it."""
     found = ask(owner)
-    found.numerics, found.tried, found.refused = numerics, set(tried), set(refused)
+    found.determinism_key, found.tried, found.refused = determinism_key, set(tried), set(refused)
     return found
 
 
@@ -161,7 +161,7 @@ def test_a_crash_under_many_requests_is_one_failure_and_the_replica_is_avoided_u
         if grant.replica.name == "a":
             fail(found, grant, 1.0)
     a = found.replicas["a"]
-    assert a.breaker.is_closed and a.is_available(1.0) and a.in_doubt
+    assert a.breaker.is_closed and a.is_available(1.0) and a.is_degraded
     assert found.arrive(ask(), 1.0).replica.name == "b"  # though a has nothing to do
     assert found.arrive(ask(), 1.0).replica.name == "a"  # b is full
     a.is_suspect = False
@@ -174,9 +174,9 @@ def test_what_a_request_may_have_caused_counts_once_it_was_not_the_cause():
     for _ in range(9):
         grants.append(found.arrive(ask(), 0.0))
         found.end(grants[-1], "failed", 0.0)
-    assert a.breaker.is_closed and not a.in_doubt
+    assert a.breaker.is_closed and not a.is_degraded
     found.blame(grants[-1], 1.0)
-    assert a.breaker.is_closed and a.in_doubt
+    assert a.breaker.is_closed and a.is_degraded
     late = found.arrive(ask(), 1.0)
     found.end(late, "failed", 1.0)
     found.blame(late, 1.0)
@@ -189,7 +189,7 @@ def test_what_a_request_may_have_caused_counts_once_it_was_not_the_cause():
 
 
 def test_a_begun_stream_goes_where_it_can_go_on_and_rather_where_tokens_are_the_same():
-    found = dispatcher(replica("a", 1), replica("b", 1, numerics="n2"), replica("c", 1, numerics="n1"))
+    found = dispatcher(replica("a", 1), replica("b", 1, determinism_key="n2"), replica("c", 1, determinism_key="n1"))
     assert [found.arrive(begun("n1"), 0.0).replica.name for _ in range(2)] == ["c", "b"]
     assert found.arrive(begun("n1"), 0.0) is None  # though a has nothing to do
     key = found.replicas["c"].spec.admin_key
@@ -198,7 +198,7 @@ def test_a_begun_stream_goes_where_it_can_go_on_and_rather_where_tokens_are_the_
 
 
 def test_a_begun_stream_needs_no_room_to_wait_and_goes_first():
-    found = dispatcher(replica("a", 1, numerics="n1"), queue=1)
+    found = dispatcher(replica("a", 1, determinism_key="n1"), queue=1)
     running = found.arrive(ask(), 0.0)
     asked = ask()
     found.arrive(asked, 0.0)
@@ -213,7 +213,7 @@ def test_a_begun_stream_needs_no_room_to_wait_and_goes_first():
 
 
 def test_a_begun_stream_waits_for_a_replica_that_has_failed_it_until_its_next_good_check():
-    found = dispatcher(replica("a", numerics="n1"))
+    found = dispatcher(replica("a", determinism_key="n1"))
     found.end(found.arrive(ask(), 0.0), "failed", 0.0)
     waiting = begun(tried="a")
     assert found.arrive(waiting, 0.0) is None and list(found.decided(1.0)) == []
@@ -223,7 +223,7 @@ def test_a_begun_stream_waits_for_a_replica_that_has_failed_it_until_its_next_go
 
 
 def test_a_begun_stream_waits_while_all_are_down_and_then_gives_up_with_the_reason_of_each():
-    found = dispatcher(replica("a", numerics="n1"), replica("b"))
+    found = dispatcher(replica("a", determinism_key="n1"), replica("b"))
     for at in (1.0, 2.0):
         found.replicas["a"].health.note(Check(ok=False, reason="cannot be reached"), at, at)
     waiting = begun()
@@ -234,10 +234,10 @@ def test_a_begun_stream_waits_while_all_are_down_and_then_gives_up_with_the_reas
 
 
 def test_a_begun_stream_that_no_replica_takes_does_not_wait():
-    found = dispatcher(replica("a", numerics="n1"), replica("b"))
+    found = dispatcher(replica("a", determinism_key="n1"), replica("b"))
     with pytest.raises(NoReplica, match="a: cannot continue the stream; b: cannot continue the stream"):
         found.arrive(begun(refused="a"), 0.0)
-    full = dispatcher(replica("a", 1, numerics="n1"))
+    full = dispatcher(replica("a", 1, determinism_key="n1"))
     full.arrive(ask(), 0.0)
     waiting = begun()
     full.arrive(waiting, 0.0)
@@ -247,7 +247,7 @@ def test_a_begun_stream_that_no_replica_takes_does_not_wait():
 
 
 def test_a_second_place_is_where_tokens_are_the_same_and_nothing_is_in_doubt():
-    found = dispatcher(*(replica(name, 1, numerics="n2" if name == "c" else "n1") for name in "abcd"))
+    found = dispatcher(*(replica(name, 1, determinism_key="n2" if name == "c" else "n1") for name in "abcd"))
     a, b, _, d = found.replicas.values()
     found.arrive(ask(), 0.0)  # a's
     b.is_suspect = True
@@ -317,15 +317,15 @@ class AnyOrder(RuleBasedStateMachine):
     def assert_least_busy(self, grant: Grant) -> None:
         """No other replica would have been better when this one was granted."""
         chosen, one = grant.replica, grant.request
-        before = chosen.in_doubt, (chosen.busy - one.rows) / (chosen.limit * chosen.spec.weight)
+        before = chosen.is_degraded, (chosen.busy - one.rows) / (chosen.limit * chosen.spec.weight)
         if not one.is_begun:
-            assert all(before <= (other.in_doubt, other.load) for other in self.ready(one) if other is not chosen)
+            assert all(before <= (other.is_degraded, other.load) for other in self.ready(one) if other is not chosen)
 
     def take(self, grant: Grant) -> None:
         one = grant.request
         assert grant.replica.serves(one.model) and grant.replica.name not in one.refused
         assert grant.replica.name not in one.tried or (one.is_begun and not grant.replica.needs_check)
-        assert grant.replica.name != "c" or not one.is_begun  # which has no numerics
+        assert grant.replica.name != "c" or not one.is_begun  # which has no determinism_key
         assert not grant.replica.is_draining and grant.replica.health.state == "up"
         self.granted.append(grant)
 
@@ -334,15 +334,15 @@ class AnyOrder(RuleBasedStateMachine):
         model=st.sampled_from(["m", "n", "o", None]),
         tried=st.sets(st.sampled_from("abc")),
         refused=st.sets(st.sampled_from("abc")),
-        numerics=st.sampled_from([None, "n1", "n2"]),
+        determinism_key=st.sampled_from([None, "n1", "n2"]),
         rows=st.integers(1, 3),
     )
     def arrive(
-        self, owner: str, model: str | None, tried: set[str], refused: set[str], numerics: str | None, rows: int
+        self, owner: str, model: str | None, tried: set[str], refused: set[str], determinism_key: str | None, rows: int
     ) -> None:
         one = ask(owner, model, self.now + 20.0, rows)
-        one.tried, one.numerics = tried, numerics
-        one.refused = refused if numerics is not None else set()
+        one.tried, one.determinism_key = tried, determinism_key
+        one.refused = refused if determinism_key is not None else set()
         try:
             grant = self.found.arrive(one, self.now)
         except QueueFull:
@@ -379,8 +379,8 @@ class AnyOrder(RuleBasedStateMachine):
         first = self.granted[data.draw(st.integers(0, len(self.granted) - 1))]
         second = self.found.elsewhere(first.request, first.replica, self.now)
         if second is not None:
-            assert second.replica is not first.replica and not second.replica.in_doubt
-            assert not first.request.is_begun or second.replica.health.numerics == first.request.numerics
+            assert second.replica is not first.replica and not second.replica.is_degraded
+            assert not first.request.is_begun or second.replica.health.determinism_key == first.request.determinism_key
             assert second.replica.in_flight <= max(second.replica.limit, first.request.rows)
             self.take(second)
 

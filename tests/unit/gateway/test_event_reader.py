@@ -13,7 +13,7 @@ from support.examples import examples
 from phalanx.errors import ReplicaFailed
 from phalanx.gateway.relay.api_kinds import dialect_of, error_event
 from phalanx.gateway.relay.body_peek import tokens_of
-from phalanx.gateway.relay.event_reader import LARGEST_EVENT, MOST_LINES, EventReader
+from phalanx.gateway.relay.event_reader import MAX_EVENT, MAX_LINES, EventReader
 from phalanx.gateway.relay.transcript import Transcript
 from phalanx.http.error_responses import error_body, public_failure
 from phalanx.http.stream_records import RecordedChoice, Start, StreamRecord, framed
@@ -107,7 +107,7 @@ def test_an_event_without_end_is_a_fault():
     found = reader("chat")
     piece = b"x" * (1 << 20)
     found.feed(b"data: ")
-    for _ in range(LARGEST_EVENT >> 20):
+    for _ in range(MAX_EVENT >> 20):
         found.feed(piece)
         assert not found.fault or "longer" in found.fault
     assert "16 MiB" in found.fault
@@ -117,10 +117,10 @@ def test_an_event_without_end_is_a_fault():
 def test_an_event_of_too_many_lines_is_malformed(line):
     """16 MiB of them kept the loop for four seconds."""
     found = reader("chat")
-    found.feed(line * MOST_LINES + line[-1:])
+    found.feed(line * MAX_LINES + line[-1:])
     assert "more than 16384 lines" not in found.fault
     found = reader("chat")
-    found.feed(line * (MOST_LINES + 2) + line[-1:])
+    found.feed(line * (MAX_LINES + 2) + line[-1:])
     assert "more than 16384 lines" in found.fault
 
 
@@ -229,7 +229,7 @@ def test_the_first_text_is_seen_and_not_what_comes_before_any_token(dialect):
 
 # Streams with records --------------------------------------------------------------------------------------------
 
-START = Start(id="x", created=1, seed=2, numerics="n", prompts=3)
+START = Start(id="x", created=1, seed=2, determinism_key="n", prompts=3)
 
 
 def test_tokens_that_no_text_shows_are_counted():

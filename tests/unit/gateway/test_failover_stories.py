@@ -70,14 +70,14 @@ class Chance:
             assert isinstance(result, PhalanxError) if result is not None else world.client == whole
         elif not self.is_gone:
             assert isinstance(result, (BufferedResponse, PhalanxError))
-        assert failover.breaks <= failover.config.most_breaks + 1
+        assert failover.breaks <= failover.config.max_breaks + 1
         assert not any(world.places.queue) and not any(world.places.begun)
 
     # Events ------------------------------------------------------------------------------------------------------
 
     def of_request(self) -> tuple[object, ...]:
         one = self.world.request
-        return one.model, one.numerics, frozenset(one.tried), frozenset(one.refused), one.give_up_at
+        return one.model, one.determinism_key, frozenset(one.tried), frozenset(one.refused), one.give_up_at
 
     def mischievous(self, *events: Callable[[], None]) -> list[Callable[[], None]]:
         self.mischief -= 1

@@ -143,9 +143,9 @@ def test_any_order_of_arrivals():
 
 def test_the_wait_follows_from_the_rate_of_the_last_places():
     rate = DrainRate()
-    assert rate.seconds_until(5, 0.0) == DrainRate.LEAST_S
+    assert rate.seconds_until(5, 0.0) == DrainRate.MIN_S
     for at in range(11):
         rate.note(at * 2.0)
     assert rate.seconds_until(5, 22.0) == 10.0  # a place each two seconds
-    assert rate.seconds_until(100, 22.0) == DrainRate.MOST_S
+    assert rate.seconds_until(100, 22.0) == DrainRate.MAX_S
     assert rate.seconds_until(1, 500.0) > 40.0  # and nothing since

@@ -46,9 +46,9 @@ def test_checks_in_a_row_decide(checks, state):
 
 
 def test_a_replica_is_in_doubt_from_its_first_failed_check():
-    assert not after(GOOD).in_doubt
-    assert after(GOOD, BAD).in_doubt
-    assert not after(GOOD, BAD, GOOD).in_doubt
+    assert not after(GOOD).is_degraded
+    assert after(GOOD, BAD).is_degraded
+    assert not after(GOOD, BAD, GOOD).is_degraded
 
 
 def test_silence_is_not_a_no():
@@ -115,9 +115,9 @@ def test_the_load_in_a_health(body, load):
 
 def test_numerics_are_those_of_the_last_good_check():
     """A server whose engine starts again does not say them, and has the same ones afterwards."""
-    said = report_of(b'{"status": "ok", "numerics": "3f", "requests": {"running": 0, "waiting": 0, "limit": 0}}')
-    assert said == HealthReport(numerics="3f")
+    said = report_of(b'{"status": "ok", "determinism_key": "3f", "requests": {"running": 0, "waiting": 0, "limit": 0}}')
+    assert said == HealthReport(determinism_key="3f")
     health = after(Check(ok=True, report=said), BAD, BAD, BAD)
-    assert (health.state, health.numerics) == ("down", "3f")
+    assert (health.state, health.determinism_key) == ("down", "3f")
     health.note(GOOD, 9.0, 9.0)
-    assert health.numerics == ""
+    assert health.determinism_key == ""

@@ -11,7 +11,7 @@ from support.examples import examples
 from phalanx.errors import MalformedAnswer
 from phalanx.gateway.relay.transcript import Transcript
 from phalanx.http.stream_records import (
-    MOST_ITEMS,
+    MAX_ITEMS,
     RESUME_BYTES,
     ChoiceEnded,
     RecordedChoice,
@@ -23,7 +23,7 @@ from phalanx.http.stream_records import (
 )
 from phalanx.types import TokenLogprobs
 
-START = Start(id="x", created=1, seed=2**64 - 1, numerics="n", prompts=5)
+START = Start(id="x", created=1, seed=2**64 - 1, determinism_key="n", prompts=5)
 FIRST = StreamRecord(start=START)
 SCORED = TokenLogprobs(7, -0.5, 0, [(7, -0.5), (8, -1.5)])
 STOP = ChoiceEnded(reason="stop", n_tokens=2)
@@ -76,9 +76,9 @@ def test_however_tokens_are_told_they_are_the_same(parts):
 
 
 def test_the_last_start_counts():
-    inexact = Start(id="x", created=1, seed=3, numerics="other", prompts=6, exact=False)
+    inexact = Start(id="x", created=1, seed=3, determinism_key="other", prompts=6, exact=False)
     found = transcript(FIRST, StreamRecord(start=inexact))
-    assert found.numerics == "other" and resumed(found).start == inexact
+    assert found.determinism_key == "other" and resumed(found).start == inexact
 
 
 def test_a_prompt_is_kept_while_there_is_room_beside_the_tokens():
@@ -123,7 +123,7 @@ def test_without_its_beginning_nothing_is_kept():
     found = transcript()
     with pytest.raises(MalformedAnswer, match="how the answer begins"):
         found.note(StreamRecord(choices=[RecordedChoice(index=0, tokens=[1])]))
-    assert not found.is_kept and found.numerics == ""
+    assert not found.is_kept and found.determinism_key == ""
 
 
 @pytest.mark.parametrize("n_top", [None, 0, 1, 20])
@@ -133,7 +133,7 @@ def test_the_longest_stream_that_is_kept_fits_into_what_a_server_takes(n_top):
     n = most // (1 if n_top is None else 2 + n_top)
     record = StreamRecord(choices=[RecordedChoice(index=0, tokens=[huge] * (n - 1), logprobs=logprobs * (n - 1))])
     size, _ = resume_body(resumed(transcript(FIRST, record, most=most)), b"")
-    assert size < RESUME_BYTES * most / MOST_ITEMS
+    assert size < RESUME_BYTES * most / MAX_ITEMS
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ class Pipeline:
         self.scores: dict[int, dict[int, int]] = {}  # sequence -> position -> token behind the one before
         self.wrong_from = inf  # the first step in which some stage's sums are wrong
         self.now = 0.0
-        self.most_decoding = self.most_in_flight = 0  # plans at once
+        self.max_decoding = self.max_in_flight = 0  # plans at once
 
     def moves(self) -> list:
         """What can happen next, apart from the world outside."""
@@ -180,9 +180,9 @@ class Pipeline:
         self.in_flight.append(step)
         for rank in self.ranks:
             rank.plans.append(step)
-        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
+        self.max_in_flight = max(self.max_in_flight, len(self.in_flight))
         sampling = sum(any(forward.sample for forward in step.forwards) for step in self.in_flight)
-        self.most_decoding = max(self.most_decoding, sampling)
+        self.max_decoding = max(self.max_decoding, sampling)
         return True
 
     def execute(self, rank: Rank) -> None:

@@ -52,7 +52,7 @@ class Story:
         self.finished: dict[str, Finished] = {}
         self.fault = ""  # the last one, until it is noticed
         self.noticed: list[str] = []
-        self.n_steps = self.most_in_flight = self.most_decoding = self.preemptions = 0
+        self.n_steps = self.max_in_flight = self.max_decoding = self.preemptions = 0
         self.pipeline = Pipeline(self.config, self.topology, rnd)
         for _ in range(rnd.randint(0, self.n_requests)):
             self.arrive()
@@ -189,8 +189,8 @@ class Story:
 
     def close(self) -> None:
         """Take the figures of a pipeline that ends."""
-        self.most_in_flight = max(self.most_in_flight, self.pipeline.most_in_flight)
-        self.most_decoding = max(self.most_decoding, self.pipeline.most_decoding)
+        self.max_in_flight = max(self.max_in_flight, self.pipeline.max_in_flight)
+        self.max_decoding = max(self.max_decoding, self.pipeline.max_decoding)
         self.preemptions += self.pipeline.scheduler.counters.preemptions
 
     def take_events(self) -> None:

@@ -13,10 +13,10 @@ from support.examples import examples
 from phalanx.sched.prefill_budget import (
     BESIDE_S,
     BESIDE_STEPS,
+    MIN_CHUNK,
     ON_CPU,
     ON_GPU,
     RECENT,
-    SMALLEST_CHUNK,
     PrefillBounds,
     PrefillBudget,
 )
@@ -40,7 +40,7 @@ def test_rows_decode_for_their_share_beside_an_endless_prompt(machine, decodes, 
         tokens = budget.tokens(4)
         took_s = fixed_s + token_s * tokens if tokens else 0.0
         if tokens:
-            assert tokens >= SMALLEST_CHUNK
+            assert tokens >= MIN_CHUNK
             assert decode_s * (1 + 1e-9) + 1e-9 >= share * (decode_s + prefill_s)
         budget.observe(tokens, took_s, own_s)
         recent = [*recent, own_s][-RECENT:]
@@ -76,7 +76,7 @@ def test_on_a_cpu_a_chunk_beside_rows_follows_their_step(machine, decodes):
     for own_s in decodes:
         tokens = budget.tokens(4)
         step_s = min(recent)
-        if tokens > SMALLEST_CHUNK and step_s < math.inf:
+        if tokens > MIN_CHUNK and step_s < math.inf:
             assert token_s * tokens <= min(max(BESIDE_S, step_s), BESIDE_STEPS * step_s) * (1 + 1e-9)
         budget.observe(tokens, fixed_s + token_s * tokens, own_s)
         recent = [*recent, own_s][-RECENT:]
@@ -99,7 +99,7 @@ def test_a_prompt_alone_does_not_know_the_share(machine, share, bounds, n):
     fixed_s, token_s = machine
     owing, free = PrefillBudget(bounds, TARGET_S, share), PrefillBudget(bounds, TARGET_S, 0.0)
     for _ in range(n):
-        assert owing.tokens(0) == free.tokens(0) >= SMALLEST_CHUNK
+        assert owing.tokens(0) == free.tokens(0) >= MIN_CHUNK
         for budget in (owing, free):
             budget.observe(size := budget.tokens(0), fixed_s + token_s * size, 0.0)
 
@@ -128,9 +128,9 @@ def test_what_was_owed_to_rows_that_ended_is_owed_no_more():
     budget = PrefillBudget(ON_CPU, TARGET_S, 0.5)
     budget.observe(16, 5.0, 0.1)
     assert budget.tokens(1) == 0
-    assert budget.tokens(0) == SMALLEST_CHUNK
+    assert budget.tokens(0) == MIN_CHUNK
     budget.observe(16, 5.0, 0.0)
-    assert budget.tokens(1) == SMALLEST_CHUNK
+    assert budget.tokens(1) == MIN_CHUNK
 
 
 class Timed(Simulation):
@@ -209,4 +209,4 @@ def test_decoding_without_a_prompt_is_no_credit():
     budget.observe(0, 0.0, 0.5)
     assert budget.tokens(4) == 0
     budget.observe(0, 0.0, 0.5)
-    assert budget.tokens(4) >= SMALLEST_CHUNK
+    assert budget.tokens(4) >= MIN_CHUNK

@@ -94,7 +94,7 @@ def test_nothing_is_drafted_beyond_the_last_token():
 @pytest.mark.parametrize("most", [0, 2])
 def test_a_request_may_want_fewer(most):
     sim = Simulation(make_config(), draft=oracle(8))
-    sim.submit(make_request("a", [1, 2, 3], 14, most_drafts=most))
+    sim.submit(make_request("a", [1, 2, 3], 14, max_drafts=most))
     sim.submit(make_request("b", [4, 5, 6], 14))
     sim.run()
     widest = {"a": 0, "b": 0}
@@ -134,7 +134,7 @@ def test_drafts_end_one_before_the_context():
 @pytest.mark.parametrize("most", [1, 8, 12, 20, 36])
 def test_logits_of_a_step_are_bounded(most):
     """Rows x (k + 1) tokens, what pads the rows included; one per row is always allowed."""
-    config = {"max_num_seqs": 4, "largest_logits": most}
+    config = {"max_num_seqs": 4, "max_logits": most}
     sim = run(half_right(1), **config)
     areas = [sum(len(f.tokens) * len(f.tokens[0]) for f in step.forwards if f.sample) for step in sim.steps]
     assert max(areas) <= max(4, most)

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.sched.prefill_budget import (
+    MIN_CHUNK,
     ON_CPU,
     ON_GPU,
     PREFILL_ONLY,
-    SMALLEST_CHUNK,
     PrefillBudget,
     prefill_bounds,
 )
@@ -32,9 +32,9 @@ def test_no_step_is_planned_beyond_its_bounds(machine, steps, bounds):
     decode_before_s = math.inf
     for i, (decoding, decode_s) in enumerate(steps):
         tokens = budget.tokens(decoding)
-        assert SMALLEST_CHUNK <= tokens <= max(SMALLEST_CHUNK, bounds.most - decoding)
+        assert MIN_CHUNK <= tokens <= max(MIN_CHUNK, bounds.most - decoding)
         assert tokens <= bounds.first * 2**i
-        if i and tokens > SMALLEST_CHUNK:
+        if i and tokens > MIN_CHUNK:
             allowed_s = min(bounds.longest_s, max(PREFILL_ONLY * TARGET_S, decode_before_s))
             assert token_s * tokens <= allowed_s * (1 + 1e-9)
         budget.observe(tokens, fixed_s + token_s * tokens, decode_s)

@@ -23,7 +23,7 @@ def test_common_prefix(a, b, limit):
 def test_find_is_the_longest_shared_prefix(seed, exact, budget):
     rnd = random.Random(seed)
     stem = [rnd.randrange(4) for _ in range(120)]
-    index = PrefixIndex(budget, bytes_per_token=2, bytes_per_row=5, exact_only=exact)
+    index = PrefixIndex(budget, bytes_per_token=2, bytes_per_row=5, whole_only=exact)
     kept: dict[int, tuple[str, list[int]]] = {}
     for i in range(12):
         tokens = stem[: rnd.randrange(120)] + [9 + i] * rnd.randrange(20)

@@ -30,7 +30,7 @@ STORIES = 10_000 if SOAK else 150
 @pytest.fixture(autouse=True)
 def small_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "GRANULE", 8)
-    monkeypatch.setattr(admission, "SMALLEST_THRESHOLD", 32)
+    monkeypatch.setattr(admission, "MIN_THRESHOLD", 32)
 
 
 @pytest.mark.grows
@@ -47,7 +47,7 @@ def test_thousands_of_conversations():
             raise
         noticed.update(fault.partition(":")[0] for fault in story.noticed)
         preempted += story.preemptions
-        together.add((story.topology.n_stages, story.most_in_flight, story.most_decoding))
+        together.add((story.topology.n_stages, story.max_in_flight, story.max_decoding))
     assert noticed.keys() == set(FAULTS) and preempted
     assert {(n, n, n) for n in (2, 3, 4)} <= together  # every stage had a plan that samples
 

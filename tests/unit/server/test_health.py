@@ -27,13 +27,13 @@ class Counted(FakeEngine):
 def test_the_end_of_an_answer_is_counted_at_once(monkeypatch):
     """Not only with the next ping, which here never comes."""
     monkeypatch.setattr(engine_health, "PING_EVERY_S", 3600.0)
-    monkeypatch.setattr(engine_health, "LEAST_GAP_S", 0.0)
+    monkeypatch.setattr(engine_health, "MIN_GAP_S", 0.0)
 
     async def scenario():
         engine = Counted()
         await engine.start()
         found = engine_health.EngineHealth(
-            engine, ServerMetrics("tiny"), stall_s=60.0, limit=16, numerics=lambda info: info.dtype
+            engine, ServerMetrics("tiny"), stall_s=60.0, limit=16, determinism_key=lambda info: info.dtype
         )
         watch = asyncio.create_task(found.watch())
         engine.become_ready()
@@ -65,7 +65,7 @@ def test_health_says_how_many_sequences_run_wait_and_are_taken():
         engine = Busy(manual=True)
         await engine.start()
         found = engine_health.EngineHealth(
-            engine, ServerMetrics("tiny"), stall_s=60.0, limit=16, numerics=lambda info: info.dtype
+            engine, ServerMetrics("tiny"), stall_s=60.0, limit=16, determinism_key=lambda info: info.dtype
         )
         assert found.report()[1]["requests"] == {"running": 0, "waiting": 0, "limit": 16}  # its first ping is to come
         watch = asyncio.create_task(found.watch())
@@ -73,7 +73,7 @@ def test_health_says_how_many_sequences_run_wait_and_are_taken():
         while "ranks" not in found.report()[1]:
             await asyncio.sleep(0)
         assert found.report()[1]["requests"] == {"running": 3, "waiting": 2, "limit": 16}
-        assert found.report()[1]["numerics"] == "float32"
+        assert found.report()[1]["determinism_key"] == "float32"
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
         await engine.close()

@@ -13,7 +13,7 @@ from support.serving import CHAT, CONFIG, MODEL, fake_engine, served, serving, s
 
 from phalanx.config import MIB
 from phalanx.server.requests.parsed import GenerationDefaults
-from phalanx.server.server_app import COUNTING, GENERATING, create_app
+from phalanx.server.server_app import COUNTING, GENERATE_ROUTES, create_app
 from phalanx.supervision.fake_engine import replying
 from phalanx.types import Cancel, Submit
 
@@ -77,7 +77,7 @@ def test_a_request_says_how_many_drafts_it_wants(tokenizer, kind, most):
     async def scenario(client, engine):
         response = await client.post(URL[kind], json={**body, "num_speculative_tokens": most})
         assert response.status_code == 200
-        assert engine.received[0].request.most_drafts == most
+        assert engine.received[0].request.max_drafts == most
 
     run(tokenizer, scenario)
 
@@ -461,7 +461,7 @@ def test_health_gives_the_reason(tokenizer):
         idle = {"running": 0, "waiting": 0, "limit": CONFIG.engine.max_num_seqs}
         assert (status, ready) == (
             200,
-            {"status": "ok", "restarts": 0, "numerics": ready["numerics"], "requests": idle, "ranks": []},
+            {"status": "ok", "restarts": 0, "determinism_key": ready["determinism_key"], "requests": idle, "ranks": []},
         )
         engine.crash("killed by signal 9")
         assert (await health()) == (503, {"status": "restarting", "reason": "killed by signal 9", "restarts": 0})
@@ -627,6 +627,6 @@ def test_openapi_describes_the_bodies(tokenizer):
         )
         routes = {(route.method, route.path) for route in client.app.application.router.routes}
         assert check_openapi(document) == routes
-        assert {("POST", path) for path in (*GENERATING, *COUNTING)} | {("DELETE", "/api/delete")} <= routes
+        assert {("POST", path) for path in (*GENERATE_ROUTES, *COUNTING)} | {("DELETE", "/api/delete")} <= routes
 
     run(tokenizer, scenario)

@@ -13,7 +13,7 @@ from phalanx.errors import InvalidRequest, QueueFull, RequestTooLarge
 from phalanx.http.body_budget import BodyLease
 from phalanx.http.stream_records import RESUME_BYTES
 from phalanx.server.fields.openai_bodies import CompletionBody
-from phalanx.server.requests.intake import INLINE_BYTES, LARGEST_BODIES, SMALL_BYTES, Intake
+from phalanx.server.requests.intake import INLINE_BYTES, MAX_LARGE_BODIES, SMALL_BYTES, Intake
 
 LARGEST = 1 << 20
 
@@ -72,7 +72,7 @@ def test_bodies_that_are_being_read_share_a_bounded_memory():
             upload.send(body[:-1])
         await settle()
         waiting = [task for task in tasks if not task.done()]
-        assert len(waiting) == LARGEST_BODIES
+        assert len(waiting) == MAX_LARGE_BODIES
         assert all(isinstance(task.exception(), QueueFull) for task in tasks if task.done())
 
         small = Upload()
@@ -88,7 +88,7 @@ def test_bodies_that_are_being_read_share_a_bounded_memory():
         await asyncio.wait(waiting)
         assert all(isinstance(task.exception(), ConnectionResetError) for task in waiting[1:])
 
-        again = [Upload() for _ in range(LARGEST_BODIES)]
+        again = [Upload() for _ in range(MAX_LARGE_BODIES)]
         for upload in again:
             upload.send(body, more=False)
         assert {len(text) for text in await asyncio.gather(*(upload.read_by(intake) for upload in again))} == {
@@ -100,7 +100,7 @@ def test_bodies_that_are_being_read_share_a_bounded_memory():
 
 def test_what_comes_before_bodies_has_a_bounded_memory_of_its_own():
     async def scenario(intake):
-        uploads = [Upload() for _ in range(LARGEST_BODIES + 2)]
+        uploads = [Upload() for _ in range(MAX_LARGE_BODIES + 2)]
         *resumed, one_more, plain = uploads
         tasks = [upload.read_by(intake, n_before=RESUME_BYTES) for upload in resumed]
         await settle()
@@ -119,7 +119,7 @@ def test_what_comes_before_bodies_has_a_bounded_memory_of_its_own():
 
 def test_an_owner_whose_bodies_take_all_the_memory_keeps_no_other_one_out():
     async def scenario(intake):
-        slow = [Upload() for _ in range(LARGEST_BODIES)]
+        slow = [Upload() for _ in range(MAX_LARGE_BODIES)]
         for upload in slow:
             upload.read_by(intake, intake.memory("one"))
             upload.send(body_of(LARGEST)[:-1])
@@ -138,7 +138,7 @@ def test_a_body_keeps_its_memory_until_its_caller_has_used_it():
     """Parsed bodies waited for a thread to tokenise them, as many as there are connections."""
 
     async def scenario(intake):
-        memories = [intake.memory("") for _ in range(LARGEST_BODIES)]
+        memories = [intake.memory("") for _ in range(MAX_LARGE_BODIES)]
         for memory in memories:
             upload = Upload()
             upload.send(body_of(LARGEST), more=False)
@@ -195,7 +195,7 @@ def test_large_bodies_are_parsed_beside_the_event_loop_and_one_after_the_other()
 
 def test_memory_is_given_back_by_bodies_that_are_refused():
     async def scenario(intake):
-        for _ in range(3 * LARGEST_BODIES):
+        for _ in range(3 * MAX_LARGE_BODIES):
             upload = Upload()
             upload.send(json.dumps({"prompt": "a", "x": "b" * (LARGEST // 2)}).encode(), more=False)
             with pytest.raises(InvalidRequest, match="Unrecognized"):

@@ -213,10 +213,10 @@ def test_a_template_that_refuses_it_gets_it_as_a_part_of_the_users_turn(tmp_path
 
 @pytest.mark.parametrize("set_by", ["the flag", "the dialect"])
 def test_pings_while_the_prompt_is_computed_and_while_the_engine_is_gone(tokenizer, monkeypatch, set_by):
-    assert server_app.GENERATING[URL].longest_silence_s <= 5
+    assert server_app.GENERATE_ROUTES[URL].longest_silence_s <= 5
     if set_by == "the dialect":
-        impatient = replace(server_app.GENERATING[URL], longest_silence_s=0.01)
-        monkeypatch.setattr(server_app, "GENERATING", {URL: impatient})
+        impatient = replace(server_app.GENERATE_ROUTES[URL], longest_silence_s=0.01)
+        monkeypatch.setattr(server_app, "GENERATE_ROUTES", {URL: impatient})
 
     async def main():
         engine = fake_engine(tokenizer, replying(tokenizer.encode("hello")), manual=True)

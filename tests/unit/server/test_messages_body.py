@@ -12,7 +12,7 @@ from phalanx.errors import InvalidRequest
 from phalanx.server.dialects.messages.messages_dialect import BILLING, MESSAGES, parse_counted, parse_messages
 from phalanx.server.fields.json_fields import SCHEMA_BYTES, TOOLS_BYTES, VARIABLES_BYTES
 from phalanx.server.fields.openai_bodies import MAX_MESSAGES, MAX_PARTS
-from phalanx.server.outputs.shapes import OutputShapes, by_name
+from phalanx.server.outputs.output_formats import OutputFormats, by_name
 from phalanx.server.requests.body_parsing import parse_body
 from phalanx.server.requests.parsed import ApiModel, ChatRequest, GenerationDefaults
 
@@ -23,7 +23,7 @@ SERVED = ApiModel(
     defaults=GenerationDefaults(temperature=0.7),
     eos_ids=frozenset({0}),
     template_kwargs={},
-    shapes=by_name(OutputShapes(), "hermes", "qwen3"),
+    shapes=by_name(OutputFormats(), "hermes", "qwen3"),
 )
 USER = {"role": "user", "content": "hi"}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}

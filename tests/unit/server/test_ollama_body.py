@@ -15,7 +15,7 @@ from phalanx.server.dialects.ollama.ollama_dialect import CHAT, GENERATE
 from phalanx.server.dialects.ollama.ollama_messages import conversation_of
 from phalanx.server.fields.json_fields import SCHEMA_BYTES, TOOLS_BYTES, VARIABLES_BYTES
 from phalanx.server.fields.openai_bodies import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
-from phalanx.server.outputs.shapes import OutputShapes, by_name
+from phalanx.server.outputs.output_formats import OutputFormats, by_name
 from phalanx.server.requests.body_parsing import parse_body
 from phalanx.server.requests.parsed import ApiModel, ChatRequest, CompletionRequest, GenerationDefaults
 
@@ -27,9 +27,9 @@ SERVED = ApiModel(
     defaults=GenerationDefaults(temperature=0.7),
     eos_ids=frozenset({0}),
     template_kwargs={"fixed": 1},
-    shapes=by_name(OutputShapes(), "hermes", "qwen3"),
+    shapes=by_name(OutputFormats(), "hermes", "qwen3"),
 )
-PLAIN = replace(SERVED, shapes=OutputShapes())
+PLAIN = replace(SERVED, shapes=OutputFormats())
 USER = {"role": "user", "content": "hi"}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Ask.", "parameters": SCHEMA}}

@@ -17,7 +17,7 @@ from phalanx.server.dialects.ollama import ollama_dialect
 from phalanx.server.dialects.openai.chat_completions import CHAT
 from phalanx.server.dialects.openai.completions import COMPLETIONS
 from phalanx.server.dialects.responses.responses_dialect import RESPONSES
-from phalanx.server.outputs.shapes import OutputShapes, by_name
+from phalanx.server.outputs.output_formats import OutputFormats, by_name
 from phalanx.server.requests.body_parsing import parse_body
 from phalanx.server.requests.parsed import ApiModel, GenerationDefaults
 from phalanx.text.tokenizer import Tokenizer
@@ -30,7 +30,7 @@ SERVED = ApiModel(
     defaults=GenerationDefaults(),
     eos_ids=frozenset({0}),
     template_kwargs={"enable_thinking": "server's"},
-    shapes=by_name(OutputShapes(), "hermes", "qwen3"),
+    shapes=by_name(OutputFormats(), "hermes", "qwen3"),
 )
 USER = {"role": "user", "content": "hi"}
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}

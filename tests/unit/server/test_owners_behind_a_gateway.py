@@ -19,7 +19,7 @@ from phalanx.types import Submit
 ADMIN = "the gateway's"
 KEYED = replace(CONFIG, api_key=("inner", "other"), admin_key=ADMIN)
 ASK = {"model": MODEL, "messages": CHAT["messages"], "max_tokens": 2}
-GENERATING: dict[str, dict[str, Any]] = {
+GENERATE_ROUTES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": ASK,
     "/v1/completions": {"model": MODEL, "prompt": "hello", "max_tokens": 2},
     "/v1/messages": ASK,
@@ -56,14 +56,14 @@ async def ask(client: httpx.AsyncClient, path: str, headers: Mapping[str, str], 
     given = [(name.encode(), text.encode("latin-1")) for name, text in {**own, **headers}.items()]
     if path in READ:
         return await client.get(path, headers=given)
-    return await client.post(path, json={**GENERATING, **OTHERS}[path], headers=given)
+    return await client.post(path, json={**GENERATE_ROUTES, **OTHERS}[path], headers=given)
 
 
 def owners(engine) -> list[str]:
     return [message.request.owner for message in engine.received if isinstance(message, Submit)]
 
 
-@pytest.mark.parametrize("path", GENERATING)
+@pytest.mark.parametrize("path", GENERATE_ROUTES)
 @pytest.mark.parametrize("keys", [("inner", "other"), ("", "")])
 def test_each_client_of_a_gateway_is_an_owner_of_its_own(tokenizer, path, keys):
     """And none is one that asks the server itself, or through a gateway with another key."""
@@ -81,7 +81,7 @@ def test_each_client_of_a_gateway_is_an_owner_of_its_own(tokenizer, path, keys):
     run(tokenizer, scenario, replace(KEYED, api_key=keys if keys[0] else ()))
 
 
-@pytest.mark.parametrize("path", [*GENERATING, *OTHERS, *READ])
+@pytest.mark.parametrize("path", [*GENERATE_ROUTES, *OTHERS, *READ])
 def test_on_every_path_what_was_made_without_the_admin_key_is_refused(tokenizer, path, caplog):
     async def scenario(client, engine):
         for text in FORGED:
@@ -94,7 +94,7 @@ def test_on_every_path_what_was_made_without_the_admin_key_is_refused(tokenizer,
     assert {record.message for record in caplog.records} == {"A wrong admin key came from 127.0.0.1"}
 
 
-@pytest.mark.parametrize("path", [*GENERATING, *OTHERS, *READ])
+@pytest.mark.parametrize("path", [*GENERATE_ROUTES, *OTHERS, *READ])
 def test_a_server_without_an_admin_key_takes_nobodys_word(tokenizer, path):
     async def scenario(client, engine):
         for text in [*FORGED, MADE]:

@@ -13,7 +13,7 @@ from phalanx.server.dialects.responses.responses_body import READERS, ResponsesB
 from phalanx.server.dialects.responses.responses_dialect import ECHOED, NEUTRAL, SHARED, parse_responses
 from phalanx.server.dialects.responses.responses_items import seal
 from phalanx.server.fields.json_fields import TOOLS_BYTES
-from phalanx.server.outputs.shapes import OutputShapes, by_name
+from phalanx.server.outputs.output_formats import OutputFormats, by_name
 from phalanx.server.requests.body_parsing import parse_body
 from phalanx.server.requests.parsed import ApiModel, GenerationDefaults
 from phalanx.supervision.fake_engine import FAKE_INFO
@@ -25,7 +25,7 @@ SERVED = ApiModel(
     defaults=GenerationDefaults(temperature=0.6, top_k=20),
     eos_ids=frozenset({0}),
     template_kwargs={"enable_thinking": True},
-    shapes=by_name(OutputShapes(), "hermes", "none"),
+    shapes=by_name(OutputFormats(), "hermes", "none"),
 )
 HEAD = ResponseHead(id="resp_0", created=0, model="tiny", logprobs=False)
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -217,7 +217,7 @@ def test_options():
     ).request.options  # fmt: skip
     assert (options.model, options.stream, options.max_tokens, options.n) == ("alias", True, 7, 1)
     assert (options.stop_strings, options.timeout_s, options.timing) == (("x",), 2.5, True)
-    assert (options.cache_salt, options.most_drafts, options.seeded) == ("s", 1, True)
+    assert (options.cache_salt, options.max_drafts, options.seeded) == ("s", 1, True)
     sampling = options.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.9, 3, 5)
     assert (sampling.min_p, sampling.presence_penalty, sampling.frequency_penalty) == (0.1, 1, -1)

@@ -36,8 +36,10 @@ def hermes(tokenizers):
 @pytest.fixture(autouse=True)
 def steps(monkeypatch):
     """Steps wait for readers, and no stream is kept awake: time decides nothing."""
-    patient = {path: replace(dialect, longest_silence_s=math.inf) for path, dialect in server_app.GENERATING.items()}
-    monkeypatch.setattr(server_app, "GENERATING", patient)
+    patient = {
+        path: replace(dialect, longest_silence_s=math.inf) for path, dialect in server_app.GENERATE_ROUTES.items()
+    }
+    monkeypatch.setattr(server_app, "GENERATE_ROUTES", patient)
     with paced(monkeypatch):
         yield
 

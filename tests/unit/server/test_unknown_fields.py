@@ -20,7 +20,7 @@ from phalanx.server.dialects.ollama import ollama_dialect
 from phalanx.server.dialects.openai.chat_completions import CHAT
 from phalanx.server.dialects.responses.responses_dialect import RESPONSES
 from phalanx.server.fields.json_fields import MAX_STRANGE
-from phalanx.server.outputs.shapes import OutputShapes, by_name
+from phalanx.server.outputs.output_formats import OutputFormats, by_name
 from phalanx.server.requests.body_parsing import parse_body
 from phalanx.server.requests.parsed import ApiModel, GenerationDefaults
 
@@ -31,7 +31,7 @@ SERVED = ApiModel(
     defaults=GenerationDefaults(),
     eos_ids=frozenset({0}),
     template_kwargs={},
-    shapes=by_name(OutputShapes(), "hermes", "qwen3"),
+    shapes=by_name(OutputFormats(), "hermes", "qwen3"),
 )
 VS_CODE = {
     "copilot_cache_control": {"type": "ephemeral"},

@@ -15,7 +15,7 @@ from support.drafts import by_position
 
 from phalanx.sched.forwards import computed
 from phalanx.spec.adaptive import AdaptiveControl
-from phalanx.spec.control import Control, StepTime, Unread
+from phalanx.spec.control import Control, DraftPrefill, StepTime
 from phalanx.spec.drafters import Draft
 
 ROWS = (1, 6)
@@ -114,7 +114,7 @@ class World:
         useful = {row: 0 if row in unread else n for row, n in room.items()}
         overlapped = self.overlapped
         asked = self.control.request(
-            useful, {row: Unread(n, room[row]) for row, n in unread.items()}, overlapped=overlapped
+            useful, {row: DraftPrefill(n, room[row]) for row, n in unread.items()}, overlapped=overlapped
         )
         wanted = {row: n for row, n in asked.items() if row not in unread}
         reading_s = self._read({row: n for row, n in asked.items() if row in unread}, unread)
@@ -179,7 +179,7 @@ class World:
         room = {other: self.left(other) for other in range(rows)}
         for _ in range(chunks):
             lacks = {row: prompt - self.computed.get(row, 0)}
-            unread = {row: Unread(n, self.left(row)) for row, n in lacks.items() if n > 8}
+            unread = {row: DraftPrefill(n, self.left(row)) for row, n in lacks.items() if n > 8}
             reads = self.control.request(room, unread, overlapped=False) if unread else {}
             self.seconds += self._read({row: n for row, n in reads.items() if row in unread}, lacks)
 

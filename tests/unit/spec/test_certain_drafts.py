@@ -139,10 +139,10 @@ class BacksOff(Always):
         return 5
 
 
-def row(number: int, most_drafts: int | None = None) -> Row:
+def row(number: int, max_drafts: int | None = None) -> Row:
     stop = StopRule(max_tokens=50)
     request = SequenceRequest(
-        id=f"{number}", group="g", prompt=[1], sampling=Sampling(), stop=stop, most_drafts=most_drafts
+        id=f"{number}", group="g", prompt=[1], sampling=Sampling(), stop=stop, max_drafts=max_drafts
     )
     return Row(number, request, 0.0)
 

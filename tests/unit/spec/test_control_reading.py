@@ -6,7 +6,7 @@ import pytest
 from machine import World, draft_model, guess, memory_bound, predictable
 
 from phalanx.spec.budget import ALLOWANCE, PROBE_SHARE
-from phalanx.spec.control import StepTime, Unread
+from phalanx.spec.control import DraftPrefill, StepTime
 from phalanx.spec.rules import Always, FloorControl
 
 
@@ -156,9 +156,9 @@ class TestReading:
         assert world.read - read < 0.02 * 400
 
     def test_fixed_rules_read_everything(self):
-        unread = {0: Unread(100, 9), 1: Unread(100, 9), 2: Unread(5, 9)}
+        unread = {0: DraftPrefill(100, 9), 1: DraftPrefill(100, 9), 2: DraftPrefill(5, 9)}
         assert Always(8).request({0: 0, 1: 0, 2: 0}, unread, overlapped=False) == {0: 100, 1: 28}
         off = FloorControl(8, floor=1.0, window=1)
         off.choose({0: guess(5)})
         off.observe({0: [6]}, {0: 1}, StepTime(1.0))
-        assert off.request({0: 0}, {0: Unread(100, 9)}, overlapped=False) == {}
+        assert off.request({0: 0}, {0: DraftPrefill(100, 9)}, overlapped=False) == {}

@@ -11,7 +11,7 @@ from phalanx.sched.plan import Commit, Forward, Free, Step
 from phalanx.sched.sequence import Sequence as Row
 from phalanx.spec.adaptive import AdaptiveControl
 from phalanx.spec.comparison import Comparison
-from phalanx.spec.control import StepTime, Unread, share_out
+from phalanx.spec.control import DraftPrefill, StepTime, share_out
 from phalanx.spec.drafters import Draft, Drafter, RandomDrafter
 from phalanx.spec.rules import Always
 from phalanx.spec.speculator import Speculator
@@ -52,7 +52,7 @@ class Recorder(Always, Drafter):
         return 0
 
 
-def row(number: int, tokens: list[int], most_drafts: int | None = None) -> Row:
+def row(number: int, tokens: list[int], max_drafts: int | None = None) -> Row:
     stop = StopRule(max_tokens=50)
     request = SequenceRequest(
         id=str(number),
@@ -61,7 +61,7 @@ def row(number: int, tokens: list[int], most_drafts: int | None = None) -> Row:
         sampling=Sampling(),
         stop=stop,
         owner="key",
-        most_drafts=most_drafts,
+        max_drafts=max_drafts,
     )
     return Row(number, request, 0.0)
 
@@ -107,7 +107,7 @@ def test_steps_whose_requests_all_refuse_drafts_are_only_learned_from():
     """They neither cost nor earn what the control may spend on others."""
     spec, recorder = speculator({0: [7]})
     commit = Commit(seq=0, tokens=(7,), computed=3, kv_len=3)
-    refusing = row(0, [1, 2], most_drafts=0)
+    refusing = row(0, [1, 2], max_drafts=0)
     assert spec.draft({refusing: 0}, overlapped=False) == spec.draft({refusing: 0}, overlapped=True) == {}
     spec.observe(decoding({0: (2,)}), {0: [7]}, [commit], 0.5, 0.1)
     assert recorder.heard == [("begin", 0, [1, 2], "key"), ("extend", 0, [7])]
@@ -153,7 +153,9 @@ class Slow(Always):
         super().__init__(most)
         self.times: list[StepTime | None] = []
 
-    def request(self, room: Mapping[int, int], unread: Mapping[int, Unread], *, overlapped: bool) -> dict[int, int]:
+    def request(
+        self, room: Mapping[int, int], unread: Mapping[int, DraftPrefill], *, overlapped: bool
+    ) -> dict[int, int]:
         return super().request(room, {}, overlapped=overlapped) | share_out(unread, 10)
 
     def observe(
@@ -176,7 +178,7 @@ def test_a_prompt_is_read_while_the_target_prefills_it():
     """What was read before the first decoding step is told with it."""
     drafter, control = Reader({0: 15}), Slow(1)
     one = row(0, [1, 2])
-    prefilling = [one, row(1, [3], most_drafts=0)]
+    prefilling = [one, row(1, [3], max_drafts=0)]
     spec = Speculator(drafter, control, SpecMeter("test"), VOCAB, 99, lambda: prefilling)
     assert spec.draft({}, overlapped=False) == spec.draft({}, overlapped=False) == {}
     assert drafter.reads == [{0: 10}, {0: 5}]
@@ -264,7 +266,9 @@ def test_steps_are_skipped_while_the_control_backs_off():
 
 def test_an_overlapped_step_still_compares_what_a_lookup_finds():
     class Compares(Recorder):
-        def request(self, room: Mapping[int, int], unread: Mapping[int, Unread], *, overlapped: bool) -> dict[int, int]:
+        def request(
+            self, room: Mapping[int, int], unread: Mapping[int, DraftPrefill], *, overlapped: bool
+        ) -> dict[int, int]:
             return dict.fromkeys(room, 2)
 
         def choose(self, drafts: Mapping[int, Draft]) -> dict[int, int]:
@@ -384,7 +388,7 @@ def test_requests_that_refuse_drafts_are_not_compared():
     comparison = Comparison(1)
     recorder = Compared({0: [7]})
     spec = Speculator(recorder, recorder, SpecMeter("test", comparison=comparison), VOCAB)
-    refusing = row(0, [1, 2], most_drafts=0)
+    refusing = row(0, [1, 2], max_drafts=0)
     for _ in range(4):
         assert spec.draft({refusing: 0}, overlapped=False) == {}
         spec.observe(decoding({0: (2,)}), {0: [7]}, [Commit(seq=0, tokens=(7,), computed=3, kv_len=3)], 0.5, 0.1)

@@ -18,7 +18,7 @@ from phalanx.dist import control_address, sender_acceptor
 from phalanx.dist.awake_clock import AwakeClock
 from phalanx.dist.ports import LOOPBACK, PORTS
 from phalanx.dist.stage_frames import Frame, Payload, encode
-from phalanx.dist.stage_link import STOPPED_S, TICK_S, Ends, StageInlet, Tamper, connect_stages
+from phalanx.dist.stage_link import STOPPED_S, TICK_S, Ends, StageReceiver, Tamper, connect_stages
 from phalanx.dist.topology import Topology
 from phalanx.errors import (
     FrameCorrupted,
@@ -93,7 +93,7 @@ def connected(
         yield ends
     finally:
         for end in ends:
-            for one in filter(None, (end.inlet, *end.outlets)):
+            for one in filter(None, (end.receiver, *end.senders)):
                 one.close()
 
 
@@ -104,28 +104,28 @@ def test_every_rank_gets_what_the_stage_before_sends(tmp_path: Path, widths: tup
     with connected(tmp_path, widths, tls=tls) as ends:
         for step in (1, 2, 3):
             for end in ends:
-                if end.inlet is not None and step == 2:  # its plan comes later than the frame
+                if end.receiver is not None and step == 2:  # its plan comes later than the frame
                     time.sleep(0.01)
-                if end.inlet is not None:
-                    end.inlet.expect([frame(step), frame(step, 1)], NEVER)
+                if end.receiver is not None:
+                    end.receiver.expect([frame(step), frame(step, 1)], NEVER)
             for forward in (0, 1):
                 for rank, end in enumerate(ends):
-                    for outlet in end.outlets:
-                        outlet.send(frame(step, forward), payload(step, forward + topology.place(rank).stage))
+                    for sender in end.senders:
+                        sender.send(frame(step, forward), payload(step, forward + topology.place(rank).stage))
                 for rank, end in enumerate(ends):
-                    if end.inlet is not None:
+                    if end.receiver is not None:
                         stage = topology.place(rank).stage
-                        assert end.inlet.take() == payload(step, forward + stage - 1)
+                        assert end.receiver.take() == payload(step, forward + stage - 1)
 
 
 def test_a_frame_may_be_there_before_its_plan(tmp_path: Path) -> None:
     with connected(tmp_path, (1, 1)) as (last, first):
         for step in (1, 2, 3):
-            first.outlets[0].send(frame(step, tokens=4000), payload(step, tokens=4000))
-        assert last.inlet is not None
+            first.senders[0].send(frame(step, tokens=4000), payload(step, tokens=4000))
+        assert last.receiver is not None
         for step in (1, 2, 3):
-            last.inlet.expect([frame(step, tokens=4000)], NEVER)
-            assert last.inlet.take() == payload(step, tokens=4000)
+            last.receiver.expect([frame(step, tokens=4000)], NEVER)
+            assert last.receiver.take() == payload(step, tokens=4000)
 
 
 def flip(data: Payload, at: int) -> bytes:
@@ -146,54 +146,54 @@ def flip(data: Payload, at: int) -> bytes:
 )
 def test_faults_on_the_way_are_named(tmp_path: Path, tamper: Tamper, error: type[StageLinkError]) -> None:
     with connected(tmp_path, (1, 1), tamper=tamper) as (last, first):
-        assert last.inlet is not None
+        assert last.receiver is not None
         with pytest.raises(error, match="rank 1 to rank 0"):
             for step in (1, 2, 3):
-                first.outlets[0].send(frame(step), payload(step))
-            last.inlet.expect([frame(1), frame(2), frame(3)], NEVER)
+                first.senders[0].send(frame(step), payload(step))
+            last.receiver.expect([frame(1), frame(2), frame(3)], NEVER)
             for _ in range(3):
-                last.inlet.take()
+                last.receiver.take()
 
 
 def test_a_lost_frame_and_one_that_was_not_planned(tmp_path: Path) -> None:
     with connected(tmp_path, (1, 1)) as (last, first):
-        assert last.inlet is not None
-        first.outlets[0].send(frame(2), payload(2))
-        last.inlet.expect([frame(1), frame(2)], NEVER)
+        assert last.receiver is not None
+        first.senders[0].send(frame(2), payload(2))
+        last.receiver.expect([frame(1), frame(2)], NEVER)
         with pytest.raises(FrameLost, match="step 1"):
-            last.inlet.take()
+            last.receiver.take()
     with connected(tmp_path, (1, 1)) as (last, first):
-        assert last.inlet is not None
-        first.outlets[0].send(frame(1, tokens=3), payload(1, tokens=3))
-        last.inlet.expect([frame(1)], NEVER)
+        assert last.receiver is not None
+        first.senders[0].send(frame(1, tokens=3), payload(1, tokens=3))
+        last.receiver.expect([frame(1)], NEVER)
         with pytest.raises(FrameMismatch, match="shape"):
-            last.inlet.take()
+            last.receiver.take()
 
 
 def test_a_frame_that_does_not_come_in_time(tmp_path: Path) -> None:
     with connected(tmp_path, (1, 1)) as (last, _):
-        assert last.inlet is not None
-        last.inlet.expect([frame(1)], 0.0)
+        assert last.receiver is not None
+        last.receiver.expect([frame(1)], 0.0)
         with pytest.raises(FrameLate, match=r"rank 1 to rank 0.*step 1"):
-            last.inlet.take()
+            last.receiver.take()
 
 
 def test_time_without_requests_does_not_count() -> None:
     """Else a frame that is lost after an hour without any would be missed an hour later."""
     ours, theirs = socket.socketpair()
     now = [0.0]
-    inlet = StageInlet(ours, "rank 1 to rank 0", AwakeClock(STOPPED_S, lambda: now[0]))
+    receiver = StageReceiver(ours, "rank 1 to rank 0", AwakeClock(STOPPED_S, lambda: now[0]))
     now[0] = 3600.0
-    inlet.expect([frame(1)], 1.0)
+    receiver.expect([frame(1)], 1.0)
     with ThreadPoolExecutor(1) as pool:
-        taken = pool.submit(inlet.take)
+        taken = pool.submit(receiver.take)
         while not taken.done():
             now[0] += TICK_S
             time.sleep(TICK_S)
     with pytest.raises(FrameLate):
         taken.result()
     assert now[0] < 3700
-    inlet.close()
+    receiver.close()
     theirs.close()
 
 
@@ -207,32 +207,32 @@ def test_time_that_a_rank_is_stopped_makes_no_frame_late() -> None:
             looked.set()
         return now[0]
 
-    inlet = StageInlet(ours, "rank 1 to rank 0", AwakeClock(STOPPED_S, clock))
-    inlet.expect([frame(1)], STOPPED_S + 0.1)
+    receiver = StageReceiver(ours, "rank 1 to rank 0", AwakeClock(STOPPED_S, clock))
+    receiver.expect([frame(1)], STOPPED_S + 0.1)
     with ThreadPoolExecutor(1) as pool:
-        taken = pool.submit(inlet.take)
+        taken = pool.submit(receiver.take)
         now[0] = 60.0
         assert looked.wait(60)
         theirs.sendall(encode(frame(1), payload(1)) + payload(1))
         assert taken.result(60) == payload(1)
-    inlet.close()
+    receiver.close()
     theirs.close()
 
 
 @pytest.mark.parametrize("tls", [False, True], ids=["unix", "tls"])
 def test_both_ends_are_told_of_a_broken_connection(tmp_path: Path, tls: bool) -> None:
     with connected(tmp_path, (1, 1), tls=tls) as (last, first):
-        assert last.inlet is not None
-        first.outlets[0].close()
-        last.inlet.expect([frame(1)], NEVER)
+        assert last.receiver is not None
+        first.senders[0].close()
+        last.receiver.expect([frame(1)], NEVER)
         with pytest.raises(FrameLost, match="rank 1 to rank 0: the connection broke"):
-            last.inlet.take()
+            last.receiver.take()
     with connected(tmp_path, (1, 1), tls=tls) as (last, first):
-        assert last.inlet is not None
-        last.inlet.close()
+        assert last.receiver is not None
+        last.receiver.close()
         with pytest.raises(FrameLost, match="rank 1 to rank 0: the connection broke"):
             for step in range(1, 1_000_000):
-                first.outlets[0].send(frame(step), payload(step))
+                first.senders[0].send(frame(step), payload(step))
 
 
 def between_two(
@@ -267,11 +267,11 @@ def between_two(
 
 
 def assert_carries_a_frame(last: Ends, first: Ends) -> None:
-    assert last.inlet is not None
-    first.outlets[0].send(frame(1), payload(1))
-    last.inlet.expect([frame(1)], NEVER)
-    assert last.inlet.take() == payload(1)
-    for one in (last.inlet, *first.outlets):
+    assert last.receiver is not None
+    first.senders[0].send(frame(1), payload(1))
+    last.receiver.expect([frame(1)], NEVER)
+    assert last.receiver.take() == payload(1)
+    for one in (last.receiver, *first.senders):
         one.close()
 
 

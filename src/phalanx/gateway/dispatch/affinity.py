@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from phalanx.gateway.dispatch.dispatch_request import Affinity
 
 BLOCK_BYTES = 256  # some 60 tokens: less than the system prompts that conversations have in common
-MOST_BLOCKS = 1024  # 256 KiB: what comes later in a prompt decides nothing
+MAX_BLOCKS = 1024  # 256 KiB: what comes later in a prompt decides nothing
 SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id")
 SESSION_CHARS = 256  # of a session's name, of which `policies.py` keeps 50,000
 
@@ -37,7 +37,7 @@ def _blocks(owner: str, model: str, text: bytes) -> list[int]:
     """The names of whole blocks. Python's hash of bytes is SipHash with a key of this process's own."""
     found = []
     name = hash((owner, model))
-    for at in range(0, min(len(text), BLOCK_BYTES * MOST_BLOCKS) - BLOCK_BYTES + 1, BLOCK_BYTES):
+    for at in range(0, min(len(text), BLOCK_BYTES * MAX_BLOCKS) - BLOCK_BYTES + 1, BLOCK_BYTES):
         name = hash((name, text[at : at + BLOCK_BYTES]))
         found.append(name)
     return found

@@ -32,7 +32,7 @@ class DispatchRequest:
         rows: answers that a replica computes for it, which each count as a request there.
     """
 
-    __slots__ = ("affinity", "give_up_at", "model", "numerics", "owner", "refused", "rows", "tried")
+    __slots__ = ("affinity", "determinism_key", "give_up_at", "model", "owner", "refused", "rows", "tried")
 
     def __init__(
         self, owner: str, model: str | None, give_up_at: float, affinity: Affinity = Affinity(), rows: int = 1
@@ -44,9 +44,9 @@ class DispatchRequest:
         self.rows = rows
         self.tried: set[str] = set()  # replicas that have failed it
         self.refused: set[str] = set()  # those that cannot continue its stream
-        self.numerics: str | None = None  # of the server that began its stream; None: it has not begun
+        self.determinism_key: str | None = None  # of the server that began its stream; None: it has not begun
 
     @property
     def is_begun(self) -> bool:
         """Its client has a part of the answer already: it needs a replica that can continue it."""
-        return self.numerics is not None
+        return self.determinism_key is not None

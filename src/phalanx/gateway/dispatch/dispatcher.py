@@ -43,7 +43,7 @@ class Grant(Struct, eq=False):
 
 Decision = tuple[DispatchRequest, Grant | PhalanxError]
 _Kind = tuple[object, ...]
-"""Of requests that the same replicas may get: model, numerics, and the replicas that have failed or refused them."""
+"""What decides which replicas may get a request: model, determinism key, and replicas that failed or refused it."""
 
 
 class Dispatcher:
@@ -120,8 +120,8 @@ class Dispatcher:
             other
             for other in self.replicas.values()
             if other is not replica and other.serves(request.model) and other.is_available(now)
-            if other.has_room_for(request.rows) and not other.in_doubt and other.name not in passed_over
-            if not request.is_begun or (other.can_migrate and other.health.numerics == request.numerics)
+            if other.has_room_for(request.rows) and not other.is_degraded and other.name not in passed_over
+            if not request.is_begun or (other.can_migrate and other.health.determinism_key == request.determinism_key)
         ]
         return self._grant(request, able) if able else None
 
@@ -240,14 +240,16 @@ class Dispatcher:
 
 def _kind_of(request: DispatchRequest) -> _Kind:
     if not (request.tried or request.refused):  # as nearly all of the thousand that may wait
-        return request.model, request.numerics
-    return request.model, request.numerics, frozenset(request.tried), frozenset(request.refused)
+        return request.model, request.determinism_key
+    return request.model, request.determinism_key, frozenset(request.tried), frozenset(request.refused)
 
 
 def _ready(request: DispatchRequest, free: list[Replica]) -> list[Replica]:
     """Those of the replicas with room that can take a request."""
     able = [replica for replica in free if _may_get(request, replica)]
-    exact = [replica for replica in able if request.is_begun and replica.health.numerics == request.numerics]
+    exact = [
+        replica for replica in able if request.is_begun and replica.health.determinism_key == request.determinism_key
+    ]
     return exact or able
 
 

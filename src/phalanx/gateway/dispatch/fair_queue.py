@@ -101,7 +101,7 @@ class DrainRate:
     """How fast places become free, from the last of them."""
 
     LAST = 64  # places: the rate follows a change of load within as many answers
-    LEAST_S, MOST_S = 1.0, 60.0  # of an answer: clients ask again within a minute, and not at once
+    MIN_S, MAX_S = 1.0, 60.0  # of an answer: clients ask again within a minute, and not at once
 
     def __init__(self) -> None:
         self._at: deque[float] = deque(maxlen=self.LAST)
@@ -113,6 +113,6 @@ class DrainRate:
     def seconds_until(self, n: int, now: float) -> float:
         """Seconds until about n more places are free."""
         if not self._at or now <= self._at[0]:
-            return self.LEAST_S
+            return self.MIN_S
         per_place = (now - self._at[0]) / len(self._at)
-        return min(self.MOST_S, max(self.LEAST_S, n * per_place))
+        return min(self.MAX_S, max(self.MIN_S, n * per_place))

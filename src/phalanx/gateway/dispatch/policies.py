@@ -33,7 +33,7 @@ Order = tuple[bool, float, int]
 
 def by_load(replica: Replica) -> Order:
     """The least busy one first; of equal ones, that which has waited longest for a request."""
-    return replica.in_doubt, replica.load, replica.last_granted
+    return replica.is_degraded, replica.load, replica.last_granted
 
 
 class Policy(ABC):
@@ -54,9 +54,9 @@ class Policy(ABC):
         """This replica is gone, or has lost what it knew."""
 
 
-def undoubted(among: Sequence[Replica]) -> Sequence[Replica]:
+def prefer_healthy(among: Sequence[Replica]) -> Sequence[Replica]:
     """Those that are not in doubt, if there are any."""
-    return [replica for replica in among if not replica.in_doubt] or among
+    return [replica for replica in among if not replica.is_degraded] or among
 
 
 class LeastLoad(Policy):
@@ -68,7 +68,7 @@ class LeastLoad(Policy):
 
 def by_turn(replica: Replica) -> Order:
     """The order of `RoundRobin`."""
-    return replica.in_doubt, replica.turn, replica.last_granted
+    return replica.is_degraded, replica.turn, replica.last_granted
 
 
 class RoundRobin(Policy):
@@ -92,7 +92,7 @@ class PowerOfTwo(Policy):
         self._below = below
 
     def choose(self, request: DispatchRequest, among: Sequence[Replica]) -> Replica:
-        sound = undoubted(among)
+        sound = prefer_healthy(among)
         n = len(sound)
         first = self._below(n)
         second = (first + 1 + self._below(n - 1)) % n if n > 1 else first
@@ -106,7 +106,7 @@ class ConsistentHashing(Policy):
         key = request.affinity.key
         if not key:
             return min(among, key=by_load)
-        return max(undoubted(among), key=lambda replica: _score(key, replica))
+        return max(prefer_healthy(among), key=lambda replica: _score(key, replica))
 
 
 def _score(key: str, replica: Replica) -> float:
@@ -133,7 +133,7 @@ class CacheAware(Policy):
     def choose(self, request: DispatchRequest, among: Sequence[Replica]) -> Replica:
         name, first = self._home(request), min(among, key=by_load)
         home = next((replica for replica in among if replica.name == name), None)
-        if home is None or home.in_doubt > first.in_doubt or self._is_too_busy(home, first):
+        if home is None or home.is_degraded > first.is_degraded or self._is_too_busy(home, first):
             return first
         return home
 

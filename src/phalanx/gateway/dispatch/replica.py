@@ -61,15 +61,15 @@ class Replica:
         return self.busy / (self.limit * self.spec.weight)
 
     @property
-    def in_doubt(self) -> bool:
+    def is_degraded(self) -> bool:
         """It may get requests, but others are preferred."""
-        return self.is_suspect or self.health.in_doubt or not self.breaker.is_closed
+        return self.is_suspect or self.health.is_degraded or not self.breaker.is_closed
 
     @property
     def admin_key(self) -> str | None:
         """Its admin key while it is a phalanx server that takes it: no other server sees anything made with it."""
         key = self.spec.admin_key
-        return key if self.health.numerics and key != self.refused_key else None
+        return key if self.health.determinism_key and key != self.refused_key else None
 
     @property
     def can_migrate(self) -> bool:

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from phalanx.http.foreign_json import decoder
 
-MOST_RUNNING = 65536  # requests; a larger number in a /health is no number of requests
+MAX_RUNNING = 65536  # requests; a larger number in a /health is no number of requests
 
 
 class HealthRules(Struct, frozen=True):
@@ -32,7 +32,7 @@ class HealthReport(Struct, frozen=True):
     """What the gateway reads of a phalanx server's /health."""
 
     requests: ReplicaLoad | None = None
-    numerics: str = ""  # equal ones compute equal tokens; empty: its streams cannot go on elsewhere
+    determinism_key: str = ""  # equal ones compute equal tokens; empty: its streams cannot go on elsewhere
 
 
 _read = decoder(HealthReport)
@@ -58,9 +58,9 @@ def report_of(body: bytes) -> HealthReport:
     except msgspec.DecodeError:
         return HealthReport()
     load = report.requests
-    if load is None or (0 < load.limit <= MOST_RUNNING and load.running >= 0 and load.waiting >= 0):
+    if load is None or (0 < load.limit <= MAX_RUNNING and load.running >= 0 and load.waiting >= 0):
         return report
-    return HealthReport(numerics=report.numerics)
+    return HealthReport(determinism_key=report.determinism_key)
 
 
 class ReplicaHealth:
@@ -71,7 +71,7 @@ class ReplicaHealth:
         self.state: Literal["unknown", "up", "down"] = "unknown"
         self.reason = "has not been checked yet"
         self.load: ReplicaLoad | None = None
-        self.numerics = ""
+        self.determinism_key = ""
         """Of its last good check; see `HealthReport`."""
         self.checked_at = 0.0
         """Begin of the last check that has ended."""
@@ -82,7 +82,7 @@ class ReplicaHealth:
         self._successes = 0
 
     @property
-    def in_doubt(self) -> bool:
+    def is_degraded(self) -> bool:
         """The last check failed, though the replica is not down yet."""
         return self._failures > 0
 
@@ -113,7 +113,7 @@ class ReplicaHealth:
         elif self.refused_since is None:
             self.refused_since = begun
         if check.ok:
-            self.load, self.numerics = check.report.requests, check.report.numerics
+            self.load, self.determinism_key = check.report.requests, check.report.determinism_key
             self._failures = 0
             self._successes += 1
             if self.state == "unknown" or self._successes >= self._rules.successes:

@@ -18,10 +18,10 @@ from phalanx.http.foreign_json import decoder
 MANY_NAMES = 1 << 16
 """Colons outside of the prompt, and so at most other fields, that are written anew in 20 ms."""
 
-MOST_ROWS = 128
+MAX_ROWS = 128
 """Of one request; the largest `n` of OpenAI's own."""
-MOST_LISTED = 1 << 14
-"""Prompts of a list that is read, in 5 ms; a longer one has more than `MOST_ROWS`, or no server takes it."""
+MAX_LISTED = 1 << 14
+"""Prompts of a list that is read, in 5 ms; a longer one has more than `MAX_ROWS`, or no server takes it."""
 LISTED_BYTES = 1 << 16
 """Of Ollama's options that are read."""
 PROMPTS = re.compile(rb'\[\s*["\[]')
@@ -29,7 +29,7 @@ PROMPTS = re.compile(rb'\[\s*["\[]')
 BYTES_PER_TOKEN = 4  # of a prompt, where the answer does not say
 RESERVED = 256
 """Tokens of a choice for which its key must have room before it begins; most answers are shorter."""
-MOST_TOKENS = 1 << 31
+MAX_TOKENS = 1 << 31
 """Of one answer; a count from here on is a replica's mistake, and not used."""
 COUNTS = (
     (("total_tokens",), ()),
@@ -61,7 +61,7 @@ class Peek(Struct, frozen=True):
     def rows(self) -> int:
         """Answers that it asks for: `n` of each prompt. Of many prompts the most that there may be."""
         n_prompts, n = _prompts_in(bytes(self.prompt)), bytes(self.n)
-        return min(MOST_ROWS, n_prompts * int(n) or 1) if n.isdigit() and len(n) <= 3 else n_prompts
+        return min(MAX_ROWS, n_prompts * int(n) or 1) if n.isdigit() and len(n) <= 3 else n_prompts
 
     @property
     def answer_tokens(self) -> int:
@@ -145,8 +145,8 @@ def with_model(body: bytes, seen: Peek, model: str) -> bytes:
 def _prompts_in(prompt: bytes) -> int:
     if not PROMPTS.match(prompt):
         return 1
-    if max(prompt.count(b'"') // 2, prompt.count(b"[")) > MOST_LISTED:
-        return MOST_ROWS
+    if max(prompt.count(b'"') // 2, prompt.count(b"[")) > MAX_LISTED:
+        return MAX_ROWS
     return len(_read_list(prompt))
 
 
@@ -185,7 +185,7 @@ def _total(counts: Mapping[str, object]) -> int | None:
 
 
 def _is_count(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and 0 <= value < MOST_TOKENS
+    return isinstance(value, int) and 0 <= value < MAX_TOKENS
 
 
 def usage_in(body: bytes) -> bytes:

@@ -22,15 +22,15 @@ from phalanx.gateway.relay.transcript import Transcript
 from phalanx.http.foreign_json import decoder
 from phalanx.http.stream_records import StreamRecord, record_in
 
-LARGEST_EVENT = 16 << 20  # bytes; the largest known have all log-probabilities of a long echoed prompt
-MOST_LINES = 1 << 14  # of one event, read in 10 ms; known servers write two
+MAX_EVENT = 16 << 20  # bytes; the largest known have all log-probabilities of a long echoed prompt
+MAX_LINES = 1 << 14  # of one event, read in 10 ms; known servers write two
 BLANK_LINE = re.compile(rb"\n\r?\n|\r\n\r?\n|\r\r")  # first bytes known: a third of the time of \r?\n...
 NO_CR = re.compile(rb"\n\n")  # all that it can be in a stream without \r, and found in a quarter of that
 LINE_END = re.compile(rb"\r\n|\n|\r")
 FIELDS = frozenset((b"data", b"event", b"id", b"retry", b""))  # "" is a comment
 DONE = b"[DONE]"
 REASON_CHARS = 500  # of why a replica ends its stream, told to the client
-LARGEST_PIECE = 2 * LARGEST_EVENT  # bytes of the events that wait for one record
+MAX_PIECE = 2 * MAX_EVENT  # bytes of the events that wait for one record
 
 
 class Head(AnswerCounts):
@@ -128,10 +128,10 @@ class EventReader:
             self.fault = error.message
         del self._held[:last]
         self._looked = len(self._held)
-        if self._looked > LARGEST_EVENT:
-            self.fault = f"an event is longer than {LARGEST_EVENT >> 20} MiB"
-        elif len(self._unrecorded) > LARGEST_PIECE:
-            self.fault = f"no record came for {LARGEST_PIECE >> 20} MiB of its stream"
+        if self._looked > MAX_EVENT:
+            self.fault = f"an event is longer than {MAX_EVENT >> 20} MiB"
+        elif len(self._unrecorded) > MAX_PIECE:
+            self.fault = f"no record came for {MAX_PIECE >> 20} MiB of its stream"
         return bytes(passing)
 
     def close(self) -> bytes:
@@ -199,9 +199,9 @@ class EventReader:
         if event.startswith(b"data: ") and b"\n" not in event and b"\r" not in event:  # nearly all
             return self._read_data(event[6:])
         values: dict[bytes, list[bytes]] = {}
-        lines = LINE_END.split(event, MOST_LINES)
-        if len(lines) > MOST_LINES:
-            raise MalformedAnswer(f"an event of its stream has more than {MOST_LINES} lines")
+        lines = LINE_END.split(event, MAX_LINES)
+        if len(lines) > MAX_LINES:
+            raise MalformedAnswer(f"an event of its stream has more than {MAX_LINES} lines")
         for line in lines:
             name, _, value = line.partition(b":")
             if line and name not in FIELDS:

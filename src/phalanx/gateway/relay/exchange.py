@@ -42,7 +42,7 @@ class ClientExchange:
         self.dialect: Dialect = dialect_of(self.path)
         self.owner = http.owner or ""
         self.first_text_s: float | None = None
-        """From its arrival until the first text, reasoning or call of the answer was passed on (G3)."""
+        """From its arrival until the first text, reasoning or call of the answer was passed on."""
         self.n_read = 0
         """Bytes of its body."""
         self.n_tokens = 0

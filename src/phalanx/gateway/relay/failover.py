@@ -1,4 +1,4 @@
-"""Decides what becomes of one request: when it is sent, sent again or moved to another replica, and how it ends (G2).
+"""Decides what becomes of one request: when it is sent, sent again or moved to another replica, and how it ends.
 
     queued --placed--> sending --passed_on, answered--> done
       ^                   |
@@ -252,7 +252,7 @@ class Failover(Struct, eq=False, kw_only=True):
         if isinstance(why, PhalanxError) and str(why) not in said:
             said.append(str(why))
         if self._limit_reached and self.stream is not None and self.stream.can_go_on:
-            said.append(f"It goes nowhere else: perhaps it breaks them (--migration-limit {self.config.most_breaks}).")
+            said.append(f"It goes nowhere else: perhaps it breaks them (--migration-limit {self.config.max_breaks}).")
         return why if isinstance(why, PhalanxError) and len(said) == 1 else ReplicaFailed(" ".join(said))
 
     # What an event means ---------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class Failover(Struct, eq=False, kw_only=True):
     @property
     def _limit_reached(self) -> bool:
         """So many replicas have broken off under this request that perhaps it is what breaks them."""
-        return self.breaks > self.config.most_breaks
+        return self.breaks > self.config.max_breaks
 
     def _release(self, verdict: Verdict, now: float) -> Traffic:
         """The attempt is over. Returns its traffic."""
@@ -321,7 +321,7 @@ class Failover(Struct, eq=False, kw_only=True):
         """The request needs a replica that can continue what this one has begun."""
         models = traffic.grant.replica.models
         if traffic.transcript is not None:
-            self.request.numerics = traffic.transcript.numerics
+            self.request.determinism_key = traffic.transcript.determinism_key
         if self.request.model is None and models:
             self.request.model = min(models)  # the request names none; another could not go on with its tokens
 
@@ -329,7 +329,7 @@ class Failover(Struct, eq=False, kw_only=True):
         """Find a place elsewhere for a request whose replica computes nothing. While there is none, it stays; also
         where a further break would be one too many: a phalanx server knows itself if a request is what ends its engine.
         """
-        if self.successor is None and self.gateway_end is None and self.breaks < self.config.most_breaks:
+        if self.successor is None and self.gateway_end is None and self.breaks < self.config.max_breaks:
             if self.has_begun or traffic.passed_at is not None:
                 self._note_begun(traffic)
             self.successor = self.dispatcher.elsewhere(self.request, traffic.grant.replica, now)

@@ -1,4 +1,4 @@
-"""Which event of a stream has the first thing that the model wrote: the gateway's time stamp is taken there (G3).
+"""Which event of a stream has the first thing that the model wrote: the gateway's time stamp is taken there.
 
 What comes before says that the answer begins, and may come before any token.
 """

@@ -1,4 +1,4 @@
-"""Answers requests through replicas: reads bodies, and takes the steps that `failover.py` decides (G2).
+"""Answers requests through replicas: reads bodies, and takes the steps that `failover.py` decides.
 
 Which replica gets a request, and when, is the dispatcher's decision.
 """

@@ -68,7 +68,7 @@ class Traffic(Struct, eq=False):
     def standstill(self, check_timeout_s: float, now: float) -> str:
         """Why a replica computes nothing of this attempt though it may again, as a predicate; empty if it does."""
         health = self.grant.replica.health
-        if self.reader is None and health.numerics and not self.has_begun:  # what is no stream comes as a whole
+        if self.reader is None and health.determinism_key and not self.has_begun:  # what is no stream comes as a whole
             since = health.refused_since
             return "says that it cannot serve" if since is not None and self.last_byte < since else ""
         if self.reader is None or not self.can_move:

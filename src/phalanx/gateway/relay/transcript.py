@@ -64,9 +64,9 @@ class Transcript:
         return self.start is not None and self._size <= self._most
 
     @property
-    def numerics(self) -> str:
-        """The `numerics` of the server that began the answer; empty before it has begun."""
-        return self.start.numerics if self.start is not None else ""
+    def determinism_key(self) -> str:
+        """The `determinism_key` of the server that began the answer; empty before it has begun."""
+        return self.start.determinism_key if self.start is not None else ""
 
     def note(self, record: StreamRecord) -> None:
         """Take in what a record says; all of it or, where it raises, nothing.

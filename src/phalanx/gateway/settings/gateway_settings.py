@@ -16,7 +16,7 @@ from phalanx.environment import (
     WORKER_ADMIN_KEY_VARIABLE,
     WORKER_KEY_VARIABLE,
 )
-from phalanx.http.stream_records import MOST_ITEMS
+from phalanx.http.stream_records import MAX_ITEMS
 
 PolicyName = Literal["least_load", "cache_aware", "power_of_two", "round_robin", "consistent_hashing"]
 Seconds = Annotated[float, Meta(ge=0.05)]
@@ -138,14 +138,14 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
 
     migration_limit: Annotated[int, Meta(ge=0, le=100), Flag("Retries")] = MIGRATION_LIMIT
     """Replicas that may break off under one request; 0: a begun stream ends with its replica."""
-    migration_max_seq_len: Annotated[int, Meta(ge=1, le=MOST_ITEMS), Flag("Retries")] = 131072
+    migration_max_seq_len: Annotated[int, Meta(ge=1, le=MAX_ITEMS), Flag("Retries")] = 131072
     """Tokens, of all choices together, with which a stream can still move; a log-probability counts as one."""
 
     log_level: Annotated[LogLevel, Flag()] = "info"
     """Verbosity of the log on stderr."""
 
     @property
-    def most_breaks(self) -> int:
+    def max_breaks(self) -> int:
         """Replicas that may break off under one request while another one gets it; of 0, before the first byte."""
         return self.migration_limit or MIGRATION_LIMIT
 

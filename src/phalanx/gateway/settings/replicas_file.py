@@ -1,4 +1,4 @@
-"""The replicas that a user names, by URLs or in a file (G1). The file's text is given.
+"""The replicas that a user names, by URLs or in a file. The file's text is given.
 
 [[replica]]
 name = "studio"                  # in messages, metrics and the admin API

@@ -15,7 +15,7 @@ from phalanx.errors import ConfigError
 T = TypeVar("T", bound=Struct)
 BOUND = re.compile(r"Expected `\w+`( of length)? (>=|<=) (\S+)")
 """What msgspec says of a number that is too small or too large, and of a text that is too short or too long."""
-LEAST_OR_MOST = {">=": "least", "<=": "most"}
+MIN_OR_MAX = {">=": "least", "<=": "most"}
 
 
 def parse_tables(text: str, name: str, kind: type[T], file: str) -> list[tuple[T, int]]:
@@ -63,8 +63,8 @@ def _parse(table: dict[str, object], kind: type[T], file: str, lines: Sequence[s
         line = _line_of(lines, rf"\s*{path[1]}\b", at) if path else at + 1
         said = str(error)
         if path and (found := BOUND.match(said)):
-            what = f"have at {LEAST_OR_MOST[found[2]]} {found[3]} characters" if found[1] else ""
-            said = f"{path[1]!r} has to {what or f'be at {LEAST_OR_MOST[found[2]]} {found[3]}'}"
+            what = f"have at {MIN_OR_MAX[found[2]]} {found[3]} characters" if found[1] else ""
+            said = f"{path[1]!r} has to {what or f'be at {MIN_OR_MAX[found[2]]} {found[3]}'}"
         raise ConfigError(f"{file}, line {line}: {said}.") from error
 
 

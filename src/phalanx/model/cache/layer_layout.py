@@ -65,8 +65,8 @@ class CacheFacts:
 
     layouts: tuple[Layout, ...]
     """In the order of the model's cache list."""
-    rolls_back: bool
-    """Whether a row can be set back to a shorter length; False with recurrent state (A3)."""
+    supports_rollback: bool
+    """Whether a row can be set back to a shorter length; False with recurrent state."""
     recurrent: bool
     """Whether there is state per row: prefill then takes one row at a time, unpadded, a forward over several rows
     takes one token of each, and a cached prefix is used only at its full length."""

@@ -126,7 +126,7 @@ class RaggedKV:
 
 
 class StateRows(ArraysCache):  # type: ignore[misc]
-    """Recurrent state of one layer for all rows of an arena: per entry `[rows, ...]`. Cannot roll back (A3).
+    """Recurrent state of one layer for all rows of an arena: per entry `[rows, ...]`. Cannot roll back.
 
     A subclass, because models test `isinstance(cache, ArraysCache)`. During a forward `cache` holds the
     state of the forward's rows (None for a row without tokens, as in mlx-lm). Afterwards the new state is written back.

@@ -1,4 +1,4 @@
-"""Finds out how a model passes an array from layer to layer, by running it once (P4).
+"""Finds out how a model passes an array from layer to layer, by running it once.
 
 `trace` builds a call of the whole model on mlx-lm's own caches and evaluates nothing. It records what every layer is
 called with and returns, and when parameters outside the layers are read: before the first layer (an embedding), behind

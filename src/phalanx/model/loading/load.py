@@ -98,7 +98,7 @@ def load(
     """`prepare`, then `Prepared.materialise`.
 
     Args:
-        guard: bytes of memory that must stay free (B2).
+        guard: bytes of memory that must stay free.
         on_progress: see `Progress`.
     """
     on_progress("reading headers", 0, 1)
@@ -207,7 +207,7 @@ class Prepared:
         Args:
             host: name of this machine.
             kv: bytes of KV buffers that must have room.
-            guard: bytes of memory that must stay free (B2).
+            guard: bytes of memory that must stay free.
         """
         return memory.Prediction(
             host=host, rank=rank, weights=self.weights_bytes, working=self.working_bytes, kv=kv, guard=guard,
@@ -218,7 +218,7 @@ class Prepared:
         """Read the weights.
 
         Args:
-            guard: bytes of memory that must stay free (B2).
+            guard: bytes of memory that must stay free.
             on_progress: see `Progress`.
             ranks_here, sharing: numbers of ranks that read the same files at the same time, and into the same memory.
 

@@ -1,7 +1,7 @@
 """Layers that sum over ranks through the `Reducer`: they replace mlx-lm's in a model that was split.
 
 mlx-lm's own layers sum with an unchecked collective. Each layer here registers its site with a `Reducer` and sums
-through it (A6). A replaced layer keeps its state and its parameters' names and changes only its class, because its
+through it. A replaced layer keeps its state and its parameters' names and changes only its class, because its
 computation before the sum stays the same.
 """
 

@@ -1,8 +1,8 @@
-"""Cuts a stage out of a model: which layers and which parameters outside them this rank keeps (P4).
+"""Cuts a stage out of a model: which layers and which parameters outside them this rank keeps.
 
 A parameter outside the layers is kept where it is read: an embedding by the first stage, the head by the last, a tied
 embedding by both. Elsewhere it is NaN, without memory or reading, so that a model which brings an embedding to a later
-layer past the inlet fails the check at start. `layer_trace.py` knows how a model calls its layers, `model/stage.py`
+layer past the hidden fails the check at start. `layer_trace.py` knows how a model calls its layers, `model/stage.py`
 what is put in the place of the others.
 """
 
@@ -82,7 +82,11 @@ class Cutting:
 
     def absent(self) -> frozenset[str]:
         """Names of the parameters outside the layers that this stage does not need."""
-        mine = {end for end, other in ((BEFORE, self.stage.has_inlet), (BEHIND, self.stage.has_outlet)) if not other}
+        mine = {
+            end
+            for end, other in ((BEFORE, self.stage.has_hidden_input), (BEHIND, self.stage.has_hidden_output))
+            if not other
+        }
         return frozenset(
             name for name, read in self.trace.read.items() if read and BETWEEN not in read and mine.isdisjoint(read)
         )

@@ -1,4 +1,4 @@
-"""What a model consists of where its layers are shared out among stages (P4): bytes and costs of its parts.
+"""What a model consists of where its layers are shared out among stages: bytes and costs of its parts.
 
 `python -m phalanx.model.loading.stage_parts DIRECTORY` prints it as JSON, from headers alone, for programs that do not
 import MLX; where the model cannot be cut, it says why on stderr.

@@ -1,6 +1,6 @@
 """From the tokens of one choice to text: incremental decoding, stop strings, log-probabilities.
 
-Text exists only in the server, so the server finds stop strings (A9). It tells the engine after which token the choice
+Text exists only in the server, so the server finds stop strings. It tells the engine after which token the choice
 stops (`stopped_at`) and clips the tokens that the engine computed meanwhile.
 """
 
@@ -229,7 +229,7 @@ class ChoiceDecoder:
         return shown
 
     def _sendable(self, *, ended: bool = False) -> tuple[ScoredToken, ...]:
-        """Log-probabilities that can be sent now: they end where the text ends (A9).
+        """Log-probabilities that can be sent now: they end where the text ends.
 
         With stop strings, those of a token that begins in text that was sent; of the last tokens, only once it is clear
         that no stop string cuts them off. A token without text, or with a part of a character, belongs to what follows.

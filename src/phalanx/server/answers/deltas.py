@@ -118,7 +118,7 @@ def moves_json(head: ResponseHead) -> dict[str, Any]:
 
 
 def timing_json(ending: ChoiceEnding, first_byte_s: float | None) -> dict[str, float]:
-    """The `timing` extension, in seconds, without unknown values. Only streams have a `first_byte` (G3)."""
+    """The `timing` extension, in seconds, without unknown values. Only streams have a `first_byte`."""
     values = {
         "queue": ending.timing.queue_s,
         "prefill": ending.timing.prefill_s,

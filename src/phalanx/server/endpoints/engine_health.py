@@ -19,7 +19,7 @@ from phalanx.supervision.client import EngineClient
 from phalanx.types import Batch, EngineStats, Finished, ModelInfo
 
 PING_EVERY_S = 1.0  # while nothing happens: /health and /metrics are at most so old
-LEAST_GAP_S = 0.1  # least time between two pings, however many answers end
+MIN_GAP_S = 0.1  # least time between two pings, however many answers end
 SILENT_S = 15.0  # longer than any step should take; less than the default limit for killing the engine
 
 
@@ -28,7 +28,7 @@ class EngineHealth:
 
     Args:
         limit: sequences that the engine computes together.
-        numerics: of a server with this model; see `numerics.py`.
+        determinism_key: of a server with this model; see `determinism_key.py`.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class EngineHealth:
         *,
         stall_s: float,
         limit: int,
-        numerics: Callable[[ModelInfo], str],
+        determinism_key: Callable[[ModelInfo], str],
     ) -> None:
         self._engine = engine
         self._limit = limit
-        self._numerics = numerics
+        self._determinism_key = determinism_key
         self._metrics = metrics
         self._silent_s = min(SILENT_S, stall_s)
         self._ready = asyncio.Event()
@@ -58,9 +58,9 @@ class EngineHealth:
             with suppress(EngineUnavailable):  # it went down: `on_down` stops the pings, `on_ready` resumes them
                 self._stats = await self._engine.ping()
                 self._metrics.stats(self._stats)
-            await asyncio.sleep(LEAST_GAP_S)
+            await asyncio.sleep(MIN_GAP_S)
             with suppress(TimeoutError):
-                async with asyncio.timeout(PING_EVERY_S - LEAST_GAP_S):
+                async with asyncio.timeout(PING_EVERY_S - MIN_GAP_S):
                     await self._answer_ended.wait()
 
     def report(self) -> tuple[int, dict[str, Any]]:
@@ -81,7 +81,7 @@ class EngineHealth:
         elif age > self._silent_s:
             body |= {"status": "stalled", "reason": f"the engine's loop has not answered for {age:.0f} s"}
         if state.phase == "ready" and (info := self._engine.info) is not None:
-            body["numerics"] = self._numerics(info)
+            body["determinism_key"] = self._determinism_key(info)
             stats = self._stats or EngineStats()  # it has just started; without a limit a gateway would give it one
             body["requests"] = {"running": stats.running, "waiting": stats.waiting, "limit": self._limit}
         if state.phase == "ready" and self._stats is not None:

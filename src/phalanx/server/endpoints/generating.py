@@ -72,7 +72,7 @@ class CompletionEndpoints:
     """Answers requests of any dialect.
 
     Args:
-        numerics: of a server with this model; see `numerics.py`.
+        determinism_key: of a server with this model; see `determinism_key.py`.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class CompletionEndpoints:
         grammars: GrammarChecks,
         journal: Journal,
         metrics: ServerMetrics,
-        numerics: Callable[[ModelInfo], str],
+        determinism_key: Callable[[ModelInfo], str],
         clock: Callable[[], float],
     ) -> None:
         self._config = config
@@ -96,7 +96,7 @@ class CompletionEndpoints:
         self._grammars = grammars
         self._journal = journal
         self._metrics = metrics
-        self._numerics = numerics
+        self._determinism_key = determinism_key
         self._clock = clock
 
     def of(self, dialect: Dialect[B]) -> Callable[[Exchange], Awaitable[Reply]]:
@@ -105,7 +105,7 @@ class CompletionEndpoints:
         async def endpoint(exchange: Exchange) -> Reply:
             """What the model answers, whole or as a stream."""
             owner = exchange.owner or ""
-            migration = StreamMigration(exchange.headers, self._config.admin_key, self._prompts, self._numerics)
+            migration = StreamMigration(exchange.headers, self._config.admin_key, self._prompts, self._determinism_key)
             with self._intake.memory(owner) as memory:
                 asked = await self._intake.read(
                     exchange,

@@ -60,7 +60,7 @@ class StreamMigration:
     Args:
         headers: of the request.
         admin_key: None: this server sends no records.
-        numerics: of a server with this model; see `numerics.py`.
+        determinism_key: of a server with this model; see `determinism_key.py`.
 
     Raises:
         AdminKeyRefused: MIGRATION has another key, or RESUME comes without it.
@@ -68,7 +68,11 @@ class StreamMigration:
     """
 
     def __init__(
-        self, headers: Mapping[str, str], admin_key: str | None, prompts: Prompts, numerics: Callable[[ModelInfo], str]
+        self,
+        headers: Mapping[str, str],
+        admin_key: str | None,
+        prompts: Prompts,
+        determinism_key: Callable[[ModelInfo], str],
     ) -> None:
         self.moves = 0  # of a stream that goes on inexactly
         self.n_known = 0  # tokens and log-probabilities that the stream goes on from
@@ -78,7 +82,7 @@ class StreamMigration:
         """Bytes of the body before the client's own."""
         self._resume: Resume | None = None
         self._prompts = prompts
-        self._numerics = numerics
+        self._determinism_key = determinism_key
 
     def body(self, data: bytes) -> bytes:
         """The client's body.
@@ -112,7 +116,7 @@ class StreamMigration:
         """What the answer begins with: this, or what it began with elsewhere."""
         if self._resume is not None:
             return self._resume.start
-        return Start(id=id, created=created, seed=seed, numerics="", prompts=0)
+        return Start(id=id, created=created, seed=seed, determinism_key="", prompts=0)
 
     async def prompt(self, vocab_size: int) -> list[int] | None:
         """The prompt of a chat that goes on, if another server's memory made it; else empty. None: the answer begins.
@@ -140,13 +144,13 @@ class StreamMigration:
         """
         if self._records is None:
             return requests
-        numerics, prompts = self._numerics(info), _crc_of(requests)
+        determinism_key, prompts = self._determinism_key(info), _crc_of(requests)
         if self._resume is None:
             prompt = requests[0].prompt if is_recalled else []
-            self._records.start = replace(start, numerics=numerics, prompts=prompts, prompt=prompt)
+            self._records.start = replace(start, determinism_key=determinism_key, prompts=prompts, prompt=prompt)
             return requests
         continued = _continued(requests, self._resume, echo=echo, vocab_size=info.vocab_size)
-        if not start.exact or (start.numerics, start.prompts) != (numerics, prompts):
+        if not start.exact or (start.determinism_key, start.prompts) != (determinism_key, prompts):
             self.moves = self._resume.moves
             self._records.start = replace(start, exact=False) if start.exact else None
         return continued

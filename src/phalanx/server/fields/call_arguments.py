@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-MOST_DIGITS = 4000  # of an integer that stays one; Python refuses 4,300
+MAX_DIGITS = 4000  # of an integer that stays one; Python refuses 4,300
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def _finite(digits: str) -> float:
 
 
 def _integer(digits: str) -> int | float:
-    return int(digits) if len(digits) <= MOST_DIGITS else _finite(digits)
+    return int(digits) if len(digits) <= MAX_DIGITS else _finite(digits)
 
 
 def _refuse(constant: str) -> NoReturn:

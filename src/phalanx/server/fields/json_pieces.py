@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-LEAST_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot write
+MIN_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot write
 ITEMS = 1024  # of a list, written at once; of tokens with 20 likely ones each, in 5 ms
 
 _encoder = msgspec.json.Encoder()
@@ -15,7 +15,7 @@ _encoder = msgspec.json.Encoder()
 
 def finite(logprob: float) -> float:
     """A log-probability that JSON can write."""
-    return max(logprob, LEAST_LOGPROB)
+    return max(logprob, MIN_LOGPROB)
 
 
 def to_json(value: Any) -> bytes:

@@ -19,8 +19,8 @@ from phalanx.text.schema_places import reached
 EXACT = 1 << 53
 """Up to here a float of 64 bits is every integer; llguidance computes with such floats."""
 LARGEST = 1 << 63  # its bounds of integers have 64 bits, and at the least of them it recurses until its stack ends
-MOST_MULTIPLE = (1 << 32) // 10  # its remainders have 32 bits, and a digit is appended to them
-LARGEST_POWER = 308  # of ten, by which its JSON library multiplies or divides a float's digits
+MAX_MULTIPLE = (1 << 32) // 10  # its remainders have 32 bits, and a digit is appended to them
+MAX_POWER = 308  # of ten, by which its JSON library multiplies or divides a float's digits
 EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
 """A bound, and the keyword by which it is exclusive: true before draft 6, a bound itself since."""
 JOINING = frozenset({"$ref", "anyOf", "oneOf"})
@@ -44,9 +44,9 @@ def check_numbers(schema: Mapping[str, Any], place: str, *within: str) -> None:
         for inner, number, is_exact in _numbers(part):
             safe = "numbers of up to 15 digits"
             if inner == ["multipleOf"]:
-                safe = f"one up to {MOST_MULTIPLE}, beside others in one number as a product,"
+                safe = f"one up to {MAX_MULTIPLE}, beside others in one number as a product,"
                 multiples |= {abs(number)} - {0}
-                is_exact = is_exact and not (joins and _coefficient(*multiples) > MOST_MULTIPLE)
+                is_exact = is_exact and not (joins and _coefficient(*multiples) > MAX_MULTIPLE)
             if not (is_exact and _is_read(number)):
                 where = show_place(".".join([place, *within, *keys, *inner]))
                 raise invalid(place, f"{where} is {show(number)}, which cannot be compiled exactly; {safe} can.")
@@ -64,7 +64,7 @@ def _numbers(part: Mapping[str, Any]) -> Iterator[tuple[list[str], float, bool]]
         if _is_number(value := part.get(exclusive)):
             yield [exclusive], value, abs(value) < EXACT  # 1 is added or subtracted
     if _is_number(value := part.get("multipleOf")):
-        yield ["multipleOf"], value, _coefficient(value) <= MOST_MULTIPLE
+        yield ["multipleOf"], value, _coefficient(value) <= MAX_MULTIPLE
 
 
 def _leaves(keys: list[str], value: Any) -> Iterator[tuple[list[str], float]]:
@@ -112,7 +112,7 @@ def _is_read(number: float) -> bool:
         return True
     for text in (repr(number), msgspec.json.encode(number).decode()):
         significand, exponent = _digits(Decimal(text))
-        if abs(exponent) > LARGEST_POWER:
+        if abs(exponent) > MAX_POWER:
             return False
         power = float(f"1e{abs(exponent)}")
         if abs(number) != (significand * power if exponent >= 0 else significand / power):

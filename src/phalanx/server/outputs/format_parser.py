@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phalanx.server.outputs.calls import Broken, Calls
-from phalanx.server.outputs.formats import ReasoningShape, ToolFormat
+from phalanx.server.outputs.formats import ReasoningFormat, ToolFormat
 from phalanx.server.outputs.harmony import HarmonyCalls, read_harmony
 from phalanx.server.outputs.markup_calls import MarkupCalls
 from phalanx.server.outputs.pieces import CallArguments, Piece, ReasoningPiece, TextPiece, ToolDefinition
@@ -17,7 +17,7 @@ class FormatParser:
 
     def __init__(
         self,
-        reasoning: ReasoningShape | None,
+        reasoning: ReasoningFormat | None,
         tools: ToolFormat | None,
         offered: Sequence[ToolDefinition],
         *,
@@ -80,7 +80,7 @@ class _Answer:
         self,
         reader: Reader,
         calls: Calls,
-        reasoning: ReasoningShape | None,
+        reasoning: ReasoningFormat | None,
         tools: ToolFormat | None,
         is_bound: bool,
     ) -> None:

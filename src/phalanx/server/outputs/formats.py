@@ -28,7 +28,7 @@ MarkedFormat = JsonCalls | HeadedCalls | MarkupCalls | PythonicCalls | GemmaCall
 ToolFormat = MarkedFormat | HarmonyCalls
 
 
-class ReasoningShape(Struct, frozen=True):
+class ReasoningFormat(Struct, frozen=True):
     """Marks around reasoning. `dropped`: marks around content, which say nothing."""
 
     name: str
@@ -46,7 +46,7 @@ class ReasoningShape(Struct, frozen=True):
         return (self.open, self.close, *self.dropped)
 
 
-class ToolShape(Struct, frozen=True):
+class NamedToolFormat(Struct, frozen=True):
     """A format of calls, by its first name."""
 
     name: str
@@ -180,14 +180,14 @@ _XTML = ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>messag
 REASONING = {
     shape.name: shape
     for shape in (
-        ReasoningShape("think", "<think>", "</think>"),
-        ReasoningShape("longcat", "<longcat_think>", "</longcat_think>"),
-        ReasoningShape("think_marks", "<|think:start|>", "<|think:end|>"),
-        ReasoningShape("gemma4", "<|channel>thought", "<channel|>"),
-        ReasoningShape("kimi_k3", "<|open|>think<|sep|>", "<|close|>think<|sep|>", dropped=_XTML),
-        ReasoningShape("mistral", "[THINK]", "[/THINK]"),
-        ReasoningShape("seed_oss", "<seed:think>", "</seed:think>"),
-        ReasoningShape("openai", f"{harmony.CHANNEL}analysis{harmony.MESSAGE}", "<|end|>"),
+        ReasoningFormat("think", "<think>", "</think>"),
+        ReasoningFormat("longcat", "<longcat_think>", "</longcat_think>"),
+        ReasoningFormat("think_marks", "<|think:start|>", "<|think:end|>"),
+        ReasoningFormat("gemma4", "<|channel>thought", "<channel|>"),
+        ReasoningFormat("kimi_k3", "<|open|>think<|sep|>", "<|close|>think<|sep|>", dropped=_XTML),
+        ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+        ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
+        ReasoningFormat("openai", f"{harmony.CHANNEL}analysis{harmony.MESSAGE}", "<|end|>"),
     )
 }
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.server.outputs import harmony
-from phalanx.server.outputs.formats import ReasoningShape, ToolFormat
+from phalanx.server.outputs.formats import ReasoningFormat, ToolFormat
 from phalanx.server.outputs.gemma_calls import GemmaCalls
 from phalanx.server.outputs.harmony import HarmonyCalls
 from phalanx.server.outputs.headed_calls import HeadedCalls
@@ -19,12 +19,12 @@ from phalanx.server.outputs.json_calls import JsonCalls
 from phalanx.server.outputs.lark import Lark, literal, pattern
 from phalanx.server.outputs.markup_calls import MarkupCalls
 from phalanx.server.outputs.markup_grammar import call_in_gemma, call_in_markup, call_in_python
+from phalanx.server.outputs.output_formats import OutputFormats
 from phalanx.server.outputs.pieces import ToolDefinition
 from phalanx.server.outputs.pythonic_calls import PythonicCalls
-from phalanx.server.outputs.shapes import OutputShapes
 
 
-def tool_grammar(shapes: OutputShapes, tools: Sequence[ToolDefinition], *, parallel: bool) -> dict[str, Any]:
+def tool_grammar(shapes: OutputFormats, tools: Sequence[ToolDefinition], *, parallel: bool) -> dict[str, Any]:
     """An answer that is one call of one of `tools`, or with `parallel` one or more.
 
     Returns:
@@ -41,7 +41,7 @@ def tool_grammar(shapes: OutputShapes, tools: Sequence[ToolDefinition], *, paral
 
 
 def with_reasoning(
-    answer: Mapping[str, Any], shapes: OutputShapes, *, in_reasoning: bool, is_calls: bool = False
+    answer: Mapping[str, Any], shapes: OutputFormats, *, in_reasoning: bool, is_calls: bool = False
 ) -> str:
     """The whole output as llguidance's serialised grammar: reasoning if the model reasons, and then the answer.
 
@@ -60,7 +60,7 @@ def with_reasoning(
     return json.dumps({"grammars": [lark.grammar(f"{start} @answer"), {**answer, "name": "answer"}]})
 
 
-def _after_reasoning(lark: Lark, shape: ReasoningShape, tools: ToolFormat | None, in_reasoning: bool) -> str:
+def _after_reasoning(lark: Lark, shape: ReasoningFormat, tools: ToolFormat | None, in_reasoning: bool) -> str:
     """What stands before the answer: reasoning that the prompt began, or that the model may begin."""
     ends = (shape.close, *(tools.opens if tools and not isinstance(tools, HarmonyCalls) else ()))
     block = _text_until(lark, ends) + " " + lark.rule(r'"\n"? "\n"?')

@@ -19,10 +19,10 @@ from phalanx.server.answers.generation import ParserConfig
 from phalanx.server.fields.refusals import unsupported
 from phalanx.server.fields.schema_numbers import check_numbers
 from phalanx.server.outputs.lark import GrammarUnsupported
+from phalanx.server.outputs.output_formats import OutputFormats, make_parser
 from phalanx.server.outputs.output_grammars import tool_grammar, with_reasoning
 from phalanx.server.outputs.pieces import OutputParser
-from phalanx.server.outputs.shapes import OutputShapes, make_parser
-from phalanx.server.prompts.grammar_checks import Whole, answer_alone
+from phalanx.server.prompts.grammar_checks import WrapGrammar, answer_alone
 from phalanx.server.prompts.prompt_encoder import Prompts
 from phalanx.server.prompts.rendering import Rendered
 from phalanx.server.requests.parsed import AnswerGrammar, ChatRequest, ToolUse
@@ -34,7 +34,7 @@ class Encoded(Struct, frozen=True, kw_only=True):
     prompts: list[list[int]]
     is_recalled: bool = False  # see `Rendered`
     answer: AnswerGrammar | None = None  # takes the place of the options' own
-    whole: Whole = answer_alone  # of the answer's grammar, that of the model's whole output
+    whole: WrapGrammar = answer_alone  # of the answer's grammar, that of the model's whole output
     reading: ParserConfig | None = None
 
 
@@ -59,7 +59,7 @@ class ChatEncoder:
         memory: of the answers that called tools.
     """
 
-    def __init__(self, prompts: Prompts, shapes: OutputShapes, memory: CallMemory) -> None:
+    def __init__(self, prompts: Prompts, shapes: OutputFormats, memory: CallMemory) -> None:
         self._prompts = prompts
         self._shapes = shapes
         self._marks = _ids(shapes)
@@ -112,7 +112,7 @@ class ChatEncoder:
         answer = replace(request.options.answer, parts=_schemas(tools))
         return replace(encoded, answer=answer, whole=lambda other: either(whole(calls), encoded.whole(other)))
 
-    def _whole(self, in_reasoning: bool, *, is_calls: bool = False) -> Whole:
+    def _whole(self, in_reasoning: bool, *, is_calls: bool = False) -> WrapGrammar:
         """Puts the reasoning that the model writes first in front of a grammar."""
         if self._shapes.reasoning is None:
             return answer_alone
@@ -151,6 +151,6 @@ def _schemas(tools: ToolUse) -> tuple[AnswerGrammar, ...]:
     )
 
 
-def _ids(shapes: OutputShapes) -> frozenset[int]:
+def _ids(shapes: OutputFormats) -> frozenset[int]:
     """The marks of these formats that are tokens."""
     return frozenset(shapes.added_tokens[mark] for mark in shapes.marks)

@@ -30,7 +30,7 @@ KEPT = 64  # results; a grammar has 128 KiB at most
 
 Key = tuple[str, bool, str]
 """Of a result: where the answer's grammar stands in the request, its notation, and the grammar of the whole output."""
-Whole = Callable[[Mapping[str, Any]], str]
+WrapGrammar = Callable[[Mapping[str, Any]], str]
 """The grammar of an answer -> that of the model's whole output, serialised."""
 
 
@@ -63,7 +63,7 @@ class GrammarChecks:
             self._threads.submit(self._trial.start)
             self._threads.submit(self._compiler.prepare)
 
-    async def output_grammar(self, answer: AnswerGrammar | None, owner: str, whole: Whole = answer_alone) -> str:
+    async def output_grammar(self, answer: AnswerGrammar | None, owner: str, whole: WrapGrammar = answer_alone) -> str:
         """The grammar of a model's whole output, which the engine can compile; empty if the output may be any text.
 
         Args:
@@ -103,7 +103,7 @@ class GrammarChecks:
         """Cancel queued work and return at once; running work continues to its end."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _compile(self, answer: AnswerGrammar, whole: Whole) -> str | InvalidRequest:
+    def _compile(self, answer: AnswerGrammar, whole: WrapGrammar) -> str | InvalidRequest:
         """The serialised grammar, or why there is none."""
         if self._compiler is None:
             return _refusal(answer, "this model names no token that ends an answer")

@@ -24,7 +24,7 @@ from phalanx.server.requests.body_parsing import parse_body
 
 INLINE_BYTES = 1 << 14  # a body of this size is parsed in 7 ms at worst; a thread would cost every request 0.1 ms
 SMALL_BYTES = 1 << 16  # bodies up to this size are read however many large ones there are
-LARGEST_BODIES = 4  # bodies of the largest size that may be in memory at once
+MAX_LARGE_BODIES = 4  # bodies of the largest size that may be in memory at once
 TRIM_BYTES = 1 << 20  # of a body after which freed memory is given back to the system
 
 B = TypeVar("B", bound=Body)
@@ -42,8 +42,8 @@ class Intake:
     def __init__(self, max_bytes: int, context: Callable[[], int | None]) -> None:
         self._max_bytes = max_bytes
         self._context = context
-        self._bytes = Shares(LARGEST_BODIES * max_bytes)  # of bodies above SMALL_BYTES
-        self._before = Shares(LARGEST_BODIES * RESUME_BYTES)  # of what comes before them
+        self._bytes = Shares(MAX_LARGE_BODIES * max_bytes)  # of bodies above SMALL_BYTES
+        self._before = Shares(MAX_LARGE_BODIES * RESUME_BYTES)  # of what comes before them
         self._parsing = asyncio.Lock()  # several threads would wait for the interpreter's lock before the event loop
 
     def memory(self, owner: str) -> BodyLease:

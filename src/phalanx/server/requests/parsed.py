@@ -9,8 +9,8 @@ from typing import Any
 from msgspec import Struct
 
 from phalanx.catalog.short_names import without_host
+from phalanx.server.outputs.output_formats import OutputFormats
 from phalanx.server.outputs.pieces import ToolDefinition
-from phalanx.server.outputs.shapes import OutputShapes
 from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.types import Sampling
 
@@ -51,7 +51,7 @@ class ApiModel(Struct, frozen=True, kw_only=True):
     defaults: GenerationDefaults
     eos_ids: frozenset[int]
     template_kwargs: Mapping[str, object]
-    shapes: OutputShapes = OutputShapes()  # in which the model writes calls and reasoning
+    shapes: OutputFormats = OutputFormats()  # in which the model writes calls and reasoning
     shows_tools: bool = True  # the model's chat template shows it the tools of a request
     drop_tools: Callable[[], None] | None = None  # is told that a request's tools are left out; None: they are refused
     auto_tools: bool = True  # tools may be called where a request does not say so
@@ -85,7 +85,7 @@ class Options(Struct, frozen=True, kw_only=True):
     continuous_usage: bool  # the usage so far in every chunk of a stream
     timing: bool
     speculation: bool  # report accepted and rejected draft tokens in `usage`
-    most_drafts: int | None  # drafted tokens per step, at most; None: the engine decides
+    max_drafts: int | None  # drafted tokens per step, at most; None: the engine decides
     sampling: Sampling  # of choice 0, with the client's seed
     seeded: bool  # False: the server draws a seed
     max_tokens: int | None  # None: as many as the context has room for

@@ -173,7 +173,7 @@ def plan_sequences(
                 timeout_s=options.timeout_s,
                 owner=owner,
                 cache_salt=options.cache_salt,
-                most_drafts=options.most_drafts,
+                max_drafts=options.max_drafts,
                 grammar=grammar,
             )
             requests.append(request)

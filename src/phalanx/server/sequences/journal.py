@@ -2,7 +2,7 @@
 
 The journal lives in the server and survives the engine, so that streams pause instead of breaking when a rank dies
 (design: Fail-stop, then resume). It listens to the engine, keeps the committed tokens, and submits every unfinished
-sequence again once a new engine is ready; one that may be the cause of crashes alone, and not for ever (S6). Does not
+sequence again once a new engine is ready; one that may be the cause of crashes alone, and not for ever. Does not
 know HTTP, text, processes or how many requests there is room for (`queue_room.py`).
 """
 
@@ -47,15 +47,15 @@ class _JournalEntry:
         self.crashes = 0  # during which it was being computed
         self.crashes_alone = 0  # during which it was the only one
 
-    def submission(self, now: float, most_tokens: int | None = None) -> SequenceRequest:
+    def submission(self, now: float, max_tokens: int | None = None) -> SequenceRequest:
         """The request that continues this sequence: with committed tokens and the remaining timeout.
 
         Args:
-            most_tokens: that it may get for now.
+            max_tokens: that it may get for now.
         """
         timeout, stop = self.request.timeout_s, self.request.stop
-        if most_tokens is not None:
-            limit = min(stop.max_tokens, len(self.committed) + most_tokens)
+        if max_tokens is not None:
+            limit = min(stop.max_tokens, len(self.committed) + max_tokens)
             stop = replace(stop, max_tokens=limit, min_tokens=min(stop.min_tokens, limit))
         return replace(
             self.request,

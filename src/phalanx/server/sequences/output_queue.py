@@ -17,7 +17,7 @@ from phalanx.types import Finished, PromptScored, Tokens
 class Timings(Struct):
     """When a sequence's request and tokens arrived: seconds on the server's monotonic clock.
 
-    The time of the first byte that reaches the network is another measurement (G3), made in `endpoints/generating.py`.
+    The time of the first byte that reaches the network is another measurement, made in `endpoints/generating.py`.
     """
 
     arrived: float

@@ -1,4 +1,4 @@
-"""Prometheus metrics under vLLM's names with the prefix `phalanx:` (M2), label `model_name`.
+"""Prometheus metrics under vLLM's names with the prefix `phalanx:`, label `model_name`.
 
 The server measures latencies itself. Counters that the engine reports continue over its restarts, so they never fall.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from phalanx.server.outputs.output_formats import OutputFormats, by_name, make_parser
 from phalanx.server.outputs.pieces import (
     CallArguments,
     CallBegin,
@@ -15,7 +16,6 @@ from phalanx.server.outputs.pieces import (
     TextPiece,
     ToolDefinition,
 )
-from phalanx.server.outputs.shapes import OutputShapes, by_name, make_parser
 
 PLACE = {"type": "object", "properties": {"lat": {"type": "number"}, "name": {"type": "string"}}}
 TOOLS = (
@@ -214,12 +214,12 @@ CASES = [(name, answer) for name, answers in ANSWERS.items() for answer in answe
 IDS = [f"{name}-{i}" for name, answers in ANSWERS.items() for i in range(len(answers))]
 
 
-def shapes_of(tools: str | None = None, reasoning: str | None = None) -> OutputShapes:
-    return by_name(OutputShapes(), tools, reasoning)
+def output_formats_of(tools: str | None = None, reasoning: str | None = None) -> OutputFormats:
+    return by_name(OutputFormats(), tools, reasoning)
 
 
 def read(
-    shapes: OutputShapes,
+    shapes: OutputFormats,
     *texts: str,
     tools: tuple[ToolDefinition, ...] = TOOLS,
     in_reasoning: bool = False,

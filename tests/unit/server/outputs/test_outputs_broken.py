@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from answers_of_models import CASES, IDS, TOOLS, calls_of, read, shapes_of, shown_json, text_of
+from answers_of_models import CASES, IDS, TOOLS, calls_of, output_formats_of, read, shown_json, text_of
 
 from phalanx.server.outputs.formats import TOOLS as FORMATS
 from phalanx.server.outputs.json_scanner import is_json
@@ -13,7 +13,7 @@ from phalanx.server.outputs.pieces import CallArguments, CallBegin, CallBroken, 
 @pytest.mark.parametrize(("name", "answer"), CASES, ids=IDS)
 def test_an_answer_that_ends_early(name: str, answer: str) -> None:
     """Of every beginning of an answer, the calls are calls of the whole answer, and no mark is content."""
-    shapes = shapes_of(name)
+    shapes = output_formats_of(name)
     whole = calls_of(read(shapes, answer)[0])
     for i in range(len(answer)):
         pieces, detail = read(shapes, answer[:i])
@@ -26,7 +26,7 @@ def test_an_answer_that_ends_early(name: str, answer: str) -> None:
 
 def test_a_call_that_breaks_after_fragments_were_sent() -> None:
     answer = 'Look: <tool_call>\n{"name": "get_weather", "arguments": {"city": "Os", oops}}\n</tool_call> sorry'
-    pieces, detail = read(shapes_of("hermes"), answer)
+    pieces, detail = read(output_formats_of("hermes"), answer)
     assert pieces == [
         TextPiece("Look: "),
         CallBegin("get_weather"),
@@ -42,7 +42,7 @@ def test_a_call_after_a_broken_one_is_a_call() -> None:
         '<tool_call>{"name": "get_weather", "arguments": [1]}</tool_call>'
         '<tool_call>{"name": "get-time", "arguments": {}}</tool_call>'
     )
-    pieces, detail = read(shapes_of("hermes"), answer)
+    pieces, detail = read(output_formats_of("hermes"), answer)
     assert calls_of(pieces) == [("get-time", {})]
     assert "not a JSON object" in detail
 
@@ -60,7 +60,7 @@ NOT_OFFERED = {
 
 @pytest.mark.parametrize("name", sorted(NOT_OFFERED))
 def test_a_tool_that_was_not_offered(name: str) -> None:
-    pieces, detail = read(shapes_of(name), *NOT_OFFERED[name])
+    pieces, detail = read(output_formats_of(name), *NOT_OFFERED[name])
     assert [type(piece) for piece in pieces] == [TextPiece]
     assert "rm" in text_of(pieces)
     assert detail == "The model called 'rm', a tool that the request does not offer."
@@ -95,7 +95,7 @@ def test_a_tool_that_was_not_offered(name: str) -> None:
     ],
 )
 def test_what_is_no_call(name: str, answer: str) -> None:
-    pieces, detail = read(shapes_of(name), answer)
+    pieces, detail = read(output_formats_of(name), answer)
     assert calls_of(pieces) == []
     assert detail
     assert not any(mark in text_of(pieces) for mark in FORMATS[name].marks)
@@ -118,7 +118,7 @@ def test_what_is_no_call(name: str, answer: str) -> None:
     ],
 )
 def test_answers_that_only_look_like_calls(name: str, answer: str) -> None:
-    assert read(shapes_of(name), *answer) == ([TextPiece(answer)], "")
+    assert read(output_formats_of(name), *answer) == ([TextPiece(answer)], "")
 
 
 ENDINGS = ["}", "}}", "]", " }\n", "}\n]"]
@@ -144,7 +144,7 @@ WITH_RUBBISH = {
 @pytest.mark.parametrize("name", WITH_RUBBISH)
 def test_a_bracket_too_many_ends_no_call(name: str, rubbish: str) -> None:
     answer = WITH_RUBBISH[name].replace("@@", rubbish)
-    pieces, detail = read(shapes_of(name), *(answer * 2))
+    pieces, detail = read(output_formats_of(name), *(answer * 2))
     assert calls_of(pieces) == [("get-time", {})] * 2
     assert (text_of(pieces), detail) == ("", "")
 
@@ -153,18 +153,20 @@ def test_a_bracket_too_many_ends_no_call(name: str, rubbish: str) -> None:
 def test_text_after_whole_json_is_content(name: str) -> None:
     """The call is one all the same. (Gemma's has no JSON: what cannot be read is none.)"""
     answer = WITH_RUBBISH[name].replace("@@", " and\nmore ")
-    pieces, detail = read(shapes_of(name), *answer)
+    pieces, detail = read(output_formats_of(name), *answer)
     assert calls_of(pieces) == [("get-time", {})] and not detail
     assert text_of(pieces).replace("```", "").split() == ["and", "more"]
 
 
 def test_a_bracket_too_many_inside_of_a_list() -> None:
     calls = '{"name": "get-time", "arguments": {}}}, {"name": "get_weather", "arguments": {"days": 1}}'
-    pieces, detail = read(shapes_of("mistral"), *f"[TOOL_CALLS][{calls}}}]")
+    pieces, detail = read(output_formats_of("mistral"), *f"[TOOL_CALLS][{calls}}}]")
     assert calls_of(pieces) == [("get-time", {}), ("get_weather", {"days": 1})] and not detail
-    pieces, detail = read(shapes_of("mistral"), *f"[TOOL_CALLS][{calls} or so")
+    pieces, detail = read(output_formats_of("mistral"), *f"[TOOL_CALLS][{calls} or so")
     assert calls_of(pieces) == [("get-time", {}), ("get_weather", {"days": 1})] and "not JSON" in detail
-    pieces, _ = read(shapes_of("lfm2"), *"<|tool_call_start|>[get-time()), get_weather(days=1))]<|tool_call_end|>")
+    pieces, _ = read(
+        output_formats_of("lfm2"), *"<|tool_call_start|>[get-time()), get_weather(days=1))]<|tool_call_end|>"
+    )
     assert calls_of(pieces) == [("get-time", {}), ("get_weather", {"days": 1})]
 
 
@@ -186,7 +188,7 @@ VOID = [
 @pytest.mark.parametrize(("name", "answer"), VOID)
 def test_what_was_shown_of_a_call_that_is_none_is_no_json(name: str, answer: str) -> None:
     """Clients of streams run a call whose arguments are whole, or empty, whatever comes after them."""
-    pieces, detail = read(shapes_of(name), *answer)
+    pieces, detail = read(output_formats_of(name), *answer)
     assert calls_of(pieces) == [] and detail
     assert all(shown and not is_json(shown) for shown in shown_json(pieces))
 
@@ -195,24 +197,24 @@ def test_calls_without_arguments() -> None:
     """Kimi K2 and gpt-oss write nothing at all; others an empty text, or null."""
     head = "<|tool_call_begin|>functions.get-time:0<|tool_call_argument_begin|>"
     for answer in (f"{head}<|tool_call_end|>", f"<|tool_calls_section_begin|>{head} \n<|tool_call_end|>{head}{{}}"):
-        pieces, detail = read(shapes_of("kimi_k2"), *answer)
+        pieces, detail = read(output_formats_of("kimi_k2"), *answer)
         assert calls_of(pieces) == [("get-time", {})] * answer.count(head) and not detail
-    assert calls_of(read(shapes_of("kimi_k2"), *head)[0]) == []  # it ended there, before they came
+    assert calls_of(read(output_formats_of("kimi_k2"), *head)[0]) == []  # it ended there, before they came
     code = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>get-time\n```json\n\n```<｜tool▁call▁end｜>"
-    assert calls_of(read(shapes_of("deepseek_v3"), *code)[0]) == [("get-time", {})]
+    assert calls_of(read(output_formats_of("deepseek_v3"), *code)[0]) == [("get-time", {})]
     channel = "<|channel|>commentary to=functions.get-time<|message|><|call|>"
-    assert calls_of(read(shapes_of("openai"), *channel)[0]) == [("get-time", {})]
+    assert calls_of(read(output_formats_of("openai"), *channel)[0]) == [("get-time", {})]
     for empty in ('""', "null", '"{}"'):
         answer = f'<tool_call>{{"name": "get-time", "arguments": {empty}}}</tool_call>'
-        assert calls_of(read(shapes_of("hermes"), *answer)[0]) == [("get-time", {})]
+        assert calls_of(read(output_formats_of("hermes"), *answer)[0]) == [("get-time", {})]
 
 
 def test_marks_that_close_nothing_are_no_content() -> None:
-    assert read(shapes_of("hermes"), "a</tool_call>b")[0] == [TextPiece("ab")]
+    assert read(output_formats_of("hermes"), "a</tool_call>b")[0] == [TextPiece("ab")]
 
 
 def test_an_answer_may_end_without_the_closing_mark() -> None:
-    pieces, detail = read(shapes_of("hermes"), '<tool_call>\n{"name": "get-time", "arguments": {}}')
+    pieces, detail = read(output_formats_of("hermes"), '<tool_call>\n{"name": "get-time", "arguments": {}}')
     assert calls_of(pieces) == [("get-time", {})]
     assert not detail
     assert pieces[-1] == CallEnd('<tool_call>\n{"name": "get-time", "arguments": {}}')
@@ -243,18 +245,18 @@ UNCLOSED = {
 def test_a_call_is_whole_where_the_next_one_begins(name: str, in_section: bool) -> None:
     begin, call, end = UNCLOSED[name]
     answer = call * 3 if not in_section or not end else f"{begin}{call * 3}{end}So."
-    pieces, detail = read(shapes_of(name), *answer)
+    pieces, detail = read(output_formats_of(name), *answer)
     assert calls_of(pieces) == [("get-time", {})] * 3 and not detail
     assert text_of(pieces) == ("So." if in_section and end else "")
 
 
 def test_what_ends_before_its_name_is_said_to_be_a_call() -> None:
-    _, detail = read(shapes_of("hermes"), '<tool_call>\n{"na')
+    _, detail = read(output_formats_of("hermes"), '<tool_call>\n{"na')
     assert detail == "A call is not whole: the answer ended inside."
 
 
 def test_stray_marks_of_harmony_are_no_content() -> None:
-    shapes = shapes_of("openai")
+    shapes = output_formats_of("openai")
     assert read(shapes, *"<|message|>x<|end|>") == ([TextPiece("x")], "")
     pieces, _ = read(shapes, "<|channel|>final<|message|>a<|message|>b<|constrain|>c<|return|>")
     assert text_of(pieces) == "abc"
@@ -262,5 +264,5 @@ def test_stray_marks_of_harmony_are_no_content() -> None:
 
 def test_without_tools_calls_are_text() -> None:
     answer = 'x <tool_call>{"name": "get-time", "arguments": {}}</tool_call>'
-    shapes = shapes_of("hermes", "qwen3")
+    shapes = output_formats_of("hermes", "qwen3")
     assert read(shapes, answer, tools=TOOLS, parse_tools=False) == ([TextPiece(answer)], "")

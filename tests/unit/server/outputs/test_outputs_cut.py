@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import pytest
-from answers_of_models import ANSWERS, CASES, IDS, calls_of, read, shapes_of, text_of
+from answers_of_models import ANSWERS, CASES, IDS, calls_of, output_formats_of, read, text_of
 from answers_of_models import TOOLS as TOOLS_OFFERED
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
 from phalanx.server.outputs.formats import TOOLS
+from phalanx.server.outputs.output_formats import make_parser
 from phalanx.server.outputs.pieces import CallArguments, CallEnd
-from phalanx.server.outputs.shapes import make_parser
 
 THINKING = "<think>\nThe user asks; <b> </th\n</think>\n\n"
 
 
 @pytest.mark.parametrize(("name", "answer"), CASES, ids=IDS)
 def test_cut_at_every_place(name: str, answer: str) -> None:
-    shapes = shapes_of(name)
+    shapes = output_formats_of(name)
     whole = read(shapes, answer)
     assert whole[1] == ""
     assert read(shapes, *answer) == whole
@@ -28,7 +28,7 @@ def test_cut_at_every_place(name: str, answer: str) -> None:
 
 @pytest.mark.parametrize(("name", "answer"), CASES, ids=IDS)
 def test_sources_are_the_models_own_text(name: str, answer: str) -> None:
-    pieces, _ = read(shapes_of(name), answer)
+    pieces, _ = read(output_formats_of(name), answer)
     sources = [piece.source for piece in pieces if isinstance(piece, CallEnd)]
     at = 0
     for source in sources:
@@ -59,7 +59,7 @@ def test_random_answers_and_cuts(data: st.DataObject) -> None:
     in_reasoning = data.draw(st.booleans()) and reasoning is not None
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    shapes = shapes_of(name, reasoning)
+    shapes = output_formats_of(name, reasoning)
     whole = read(shapes, text, in_reasoning=in_reasoning)
     assert read(shapes, *parts, in_reasoning=in_reasoning) == whole
     calls_of(whole[0])
@@ -68,7 +68,7 @@ def test_random_answers_and_cuts(data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", sorted(set(ANSWERS) - {"gemma4", "functiongemma"}))
 def test_arguments_come_in_fragments(name: str) -> None:
     """Strings of arguments are sent on before the call ends. (Gemma's calls come whole.)"""
-    parser = make_parser(shapes_of(name), tools=TOOLS_OFFERED, in_reasoning=False, parse_tools=True)
+    parser = make_parser(output_formats_of(name), tools=TOOLS_OFFERED, in_reasoning=False, parse_tools=True)
     assert parser is not None
     answer = ANSWERS[name][0]
     pieces = [piece for char in answer for piece in parser.add(char)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from answers_of_models import calls_of, read, shapes_of, text_of
+from answers_of_models import calls_of, output_formats_of, read, text_of
 
 from phalanx.server.outputs.pieces import CallBegin, TextPiece, ToolDefinition
 
@@ -65,8 +65,8 @@ def written(name: str, *, closed: bool = True, **values: str) -> str:
 
 def calls(name: str, answer: str) -> list[object]:
     """What is called, whether the text comes whole or by the character."""
-    whole = read(shapes_of(name), answer, tools=OFFERED)
-    assert read(shapes_of(name), *answer, tools=OFFERED) == whole
+    whole = read(output_formats_of(name), answer, tools=OFFERED)
+    assert read(output_formats_of(name), *answer, tools=OFFERED) == whole
     return list(calls_of(whole[0]))
 
 
@@ -78,7 +78,7 @@ def test_a_call_without_the_mark_of_its_section(name: str, closing: bool) -> Non
     bare = bare if closing else bare.replace(end, "")
     answer = f"I write.\n{bare}\nDone."
     assert calls(name, answer) == [("write_file", {"path": "a.txt", "content": "x"})]
-    pieces, detail = read(shapes_of(name), answer, tools=OFFERED)
+    pieces, detail = read(output_formats_of(name), answer, tools=OFFERED)
     assert text_of(pieces).split() == ["I", "write.", "Done."] and not detail
     assert calls(name, bare + bare) == [("write_file", {"path": "a.txt", "content": "x"})] * 2
 
@@ -88,18 +88,18 @@ def test_what_only_mentions_a_call_is_text(name: str) -> None:
     """Of a tool that is not offered all stays as it is. Of an offered one nothing is shown of a call that is none."""
     call = written(name, path="a").removeprefix(SECTIONS[name][0]).removesuffix(SECTIONS[name][1])
     other = f" Calls are\n{call.replace('write_file', 'rm')} \n"
-    pieces, detail = read(shapes_of(name), *other, tools=OFFERED)
+    pieces, detail = read(output_formats_of(name), *other, tools=OFFERED)
     assert (pieces, detail) == ([TextPiece(other)], "")
     head = call[: call.index("write_file")] + "write_file"
     for mention in (f"Say {head}", f"Say {head}> to call.", f"Say {head} and go on.\n"):
-        pieces, detail = read(shapes_of(name), *mention, tools=OFFERED)
+        pieces, detail = read(output_formats_of(name), *mention, tools=OFFERED)
         assert text_of(pieces) == mention
         assert not any(isinstance(piece, CallBegin) for piece in pieces)
 
 
 def test_a_call_without_marks_does_not_end_reasoning() -> None:
     bare = written("qwen3_coder", path="a").removeprefix("<tool_call>\n")
-    pieces, _ = read(shapes_of("qwen3_coder", "qwen3"), f"<think>Say {bare}</think>Well.", tools=OFFERED)
+    pieces, _ = read(output_formats_of("qwen3_coder", "qwen3"), f"<think>Say {bare}</think>Well.", tools=OFFERED)
     assert calls_of(pieces) == [] and text_of(pieces) == "Well."
 
 
@@ -154,7 +154,7 @@ def test_heads_of_other_formats_that_the_lines_end_closes(name: str) -> None:
 def test_a_head_that_nothing_closes_is_no_name() -> None:
     for name, opened in (("qwen3_coder", "<parameter=path</parameter>"), ("minimax_m2", '<parameter name="path"')):
         answer = written(name, path="a.txt", content="x").replace(VALUE[name][0].format(key="path"), opened)
-        pieces, detail = read(shapes_of(name), answer, tools=OFFERED)
+        pieces, detail = read(output_formats_of(name), answer, tools=OFFERED)
         assert calls_of(pieces) == []
         assert detail == "The call of 'write_file' is not whole: one of its parameters has no name."
 

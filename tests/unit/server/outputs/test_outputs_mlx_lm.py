@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from answers_of_models import CASES, IDS, TOOLS, calls_of, read, shapes_of
+from answers_of_models import CASES, IDS, TOOLS, calls_of, output_formats_of, read
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.examples import examples
@@ -93,7 +93,7 @@ OURS = [
 
 @pytest.mark.parametrize(("name", "answer"), OURS)
 def test_equal_to_mlx_lm(name: str, answer: str) -> None:
-    pieces, detail = read(shapes_of(name), answer)
+    pieces, detail = read(output_formats_of(name), answer)
     assert detail == ""
     theirs = their_calls(name, answer)
     assert theirs
@@ -110,7 +110,7 @@ def test_white_space_that_theirs_leave_out() -> None:
     answer = WRITTEN["glm47"].format(name="f", values=VALUE["glm47"].format(key="a", value="  x\n"))
     tools = (ToolDefinition(name="f", parameters={"properties": {"a": {"type": "string"}}}),)
     assert their_calls("glm47", answer, tools) == [("f", {"a": "x"})]
-    assert calls_of(read(shapes_of("glm47"), answer, tools=tools)[0]) == [("f", {"a": "  x\n"})]
+    assert calls_of(read(output_formats_of("glm47"), answer, tools=tools)[0]) == [("f", {"a": "  x\n"})]
 
 
 WRITTEN = {
@@ -170,7 +170,7 @@ def test_values_are_converted_as_mlx_lm_does(data: st.DataObject) -> None:
         assume(not (name == "minicpm5" and "<" in text))
         values += VALUE[name].format(key=key, value=text)
     answer = WRITTEN[name].format(name="f", values=values.removesuffix(", "))
-    pieces, detail = read(shapes_of(name), *answer, tools=tools)
+    pieces, detail = read(output_formats_of(name), *answer, tools=tools)
     assert detail == ""
     assert as_theirs(name, calls_of(pieces)) == their_calls(name, answer, tools)
 
@@ -243,7 +243,7 @@ def test_calls_of_every_other_format_are_read_as_mlx_lm_does(data: st.DataObject
         answer += written(name, arguments, ascii_only=data.draw(st.booleans()))
         expected.append(("f", arguments))
     tools = (ToolDefinition(name="f"),)
-    pieces, detail = read(shapes_of(name), *answer, tools=tools)
+    pieces, detail = read(output_formats_of(name), *answer, tools=tools)
     assert detail == ""
     assert calls_of(pieces) == their_calls(name, answer, tools) == expected
 
@@ -263,5 +263,5 @@ def test_a_value_of_several_types_is_one_of_them(name: str) -> None:
     tools = (ToolDefinition(name="f", parameters=parameters),)
     texts = {"a": "5", "b": "null", "c": "12", "d": "2"}
     values = "".join(VALUE[name].format(key=key, value=text) for key, text in texts.items())
-    pieces, _ = read(shapes_of(name), WRITTEN[name].format(name="f", values=values), tools=tools)
+    pieces, _ = read(output_formats_of(name), WRITTEN[name].format(name="f", values=values), tools=tools)
     assert calls_of(pieces) == [("f", {"a": 5, "b": None, "c": "12", "d": 2})]

@@ -7,7 +7,7 @@ import random
 import re
 
 import pytest
-from answers_of_models import ANSWERS, TOOLS, calls_of, finite, read, shapes_of, shown_json
+from answers_of_models import ANSWERS, TOOLS, calls_of, finite, output_formats_of, read, shown_json
 from support.examples import SOAK
 
 from phalanx.server.outputs.formats import TOOLS as FORMATS
@@ -88,7 +88,7 @@ def test_mutants_are_read_alike_and_run_only_if_whole(part: int) -> None:
     for _ in range(MUTANTS // 4):
         name = rnd.choice(sorted(ANSWERS))
         text = mutant(rnd, name)
-        shapes = shapes_of(name, None if name == "openai" else rnd.choice([None, "qwen3"]))
+        shapes = output_formats_of(name, None if name == "openai" else rnd.choice([None, "qwen3"]))
         whole = read(shapes, text)
         assert read(shapes, *text) == whole, text
         cuts = sorted(rnd.randint(0, len(text)) for _ in range(rnd.randint(1, 6)))
@@ -111,9 +111,9 @@ def test_what_a_cut_leaves_is_run_as_it_was_meant_or_not_at_all(name: str) -> No
     """Also where text goes on after the cut, whether another call or anything else."""
     rnd = random.Random(name)
     for answer in ANSWERS[name]:
-        meant = calls_of(read(shapes_of(name), answer)[0])
+        meant = calls_of(read(output_formats_of(name), answer)[0])
         for _ in range(200 if SOAK else 20):
             cut = answer[: rnd.randint(0, len(answer))]
             for rest in ("", "\n\nOh, I forgot.", "\n" + answer):
-                for called in calls_of(read(shapes_of(name), cut + rest)[0]):
+                for called in calls_of(read(output_formats_of(name), cut + rest)[0]):
                     assert called in meant, (cut, rest, called)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from answers_of_models import ANSWERS, calls_of, read, reasoning_of, shapes_of, text_of
+from answers_of_models import ANSWERS, calls_of, output_formats_of, read, reasoning_of, text_of
 
 from phalanx.server.outputs.formats import REASONING
+from phalanx.server.outputs.output_formats import OutputFormats, make_parser
 from phalanx.server.outputs.pieces import CallArguments, CallBegin, CallEnd, ReasoningPiece, TextPiece
-from phalanx.server.outputs.shapes import OutputShapes, make_parser
 
 CALL = '<tool_call>\n{"name": "get-time", "arguments": {}}\n</tool_call>'
 MARKED = sorted(set(REASONING) - {"openai"})
@@ -18,7 +18,7 @@ def test_every_shape(name: str) -> None:
     shape = REASONING[name]
     answer = f"{shape.open}\nFirst.\n\nSecond.\n{shape.close}\n\nHello.\n"
     expected = [ReasoningPiece("First.\n\nSecond."), TextPiece("Hello.\n")], ""
-    shapes = OutputShapes(reasoning=shape)
+    shapes = OutputFormats(reasoning=shape)
     assert read(shapes, answer) == expected
     assert read(shapes, *answer) == expected
     opened = answer.removeprefix(shape.open)
@@ -30,14 +30,14 @@ def test_every_shape(name: str) -> None:
 @pytest.mark.parametrize("name", MARKED)
 def test_nothing_closes_it(name: str) -> None:
     shape = REASONING[name]
-    assert read(OutputShapes(reasoning=shape), "I think <b", in_reasoning=True)[0] == [ReasoningPiece("I think <b")]
-    assert read(OutputShapes(reasoning=shape), f"{shape.open}I think{shape.close[:-1]}")[0] == [
+    assert read(OutputFormats(reasoning=shape), "I think <b", in_reasoning=True)[0] == [ReasoningPiece("I think <b")]
+    assert read(OutputFormats(reasoning=shape), f"{shape.open}I think{shape.close[:-1]}")[0] == [
         ReasoningPiece(f"I think{shape.close[:-1]}")
     ]
 
 
 def test_an_answer_without_reasoning() -> None:
-    shapes = shapes_of(reasoning="qwen3")
+    shapes = output_formats_of(reasoning="qwen3")
     assert read(shapes, "  Hello </b>\n")[0] == [TextPiece("  Hello </b>\n")]
     assert read(shapes, "")[0] == []
     assert read(shapes, " \n")[0] == [TextPiece(" \n")]
@@ -46,13 +46,13 @@ def test_an_answer_without_reasoning() -> None:
 
 
 def test_reasoning_between_content() -> None:
-    pieces, _ = read(shapes_of(reasoning="deepseek_r1"), "<think>a</think>b<think>c</think> d")
+    pieces, _ = read(output_formats_of(reasoning="deepseek_r1"), "<think>a</think>b<think>c</think> d")
     assert pieces == [ReasoningPiece("a"), TextPiece("b"), ReasoningPiece("\nc"), TextPiece("d")]
 
 
 def test_a_call_after_reasoning_and_inside_of_it() -> None:
     """A call ends the reasoning that was not closed, as in mlx-lm."""
-    shapes = shapes_of("hermes", "qwen3")
+    shapes = output_formats_of("hermes", "qwen3")
     for answer in (f"<think>\nHm.\n</think>\n\n{CALL}", f"<think>\nHm.\n{CALL}"):
         pieces, detail = read(shapes, *answer)
         assert pieces == [ReasoningPiece("Hm."), CallBegin("get-time"), CallArguments("{}"), CallEnd(CALL)]
@@ -61,23 +61,25 @@ def test_a_call_after_reasoning_and_inside_of_it() -> None:
 
 def test_a_bare_call_after_reasoning() -> None:
     pieces, _ = read(
-        shapes_of("llama3_json", "qwen3"), 'so\n</think>\n\n{"name": "get-time", "parameters": {}}', in_reasoning=True
+        output_formats_of("llama3_json", "qwen3"),
+        'so\n</think>\n\n{"name": "get-time", "parameters": {}}',
+        in_reasoning=True,
     )
     assert reasoning_of(pieces) == "so"
     assert calls_of(pieces) == [("get-time", {})]
 
 
 def test_white_space_between_marks_is_no_content() -> None:
-    pieces, _ = read(shapes_of("hermes"), f"\n\n{CALL}\n{CALL}\n")
+    pieces, _ = read(output_formats_of("hermes"), f"\n\n{CALL}\n{CALL}\n")
     assert text_of(pieces) == ""
-    pieces, _ = read(shapes_of("hermes"), f"Before.\n\n{CALL}\n\nAfter.\n")
+    pieces, _ = read(output_formats_of("hermes"), f"Before.\n\n{CALL}\n\nAfter.\n")
     assert text_of(pieces) == "Before.\n\n\n\nAfter.\n"
 
 
 @pytest.mark.parametrize("name", MARKED)
 def test_a_closing_mark_of_reasoning_that_none_opened_is_text(name: str) -> None:
     close = REASONING[name].close
-    shapes = shapes_of("hermes", name)
+    shapes = output_formats_of("hermes", name)
     for answer in (f"Write {close} at its end.", close, f" {close}\n"):
         assert read(shapes, *answer) == ([TextPiece(answer)], "")
     block = f"{REASONING[name].open}Hm.{close}"
@@ -88,7 +90,7 @@ def test_a_closing_mark_of_reasoning_that_none_opened_is_text(name: str) -> None
 
 
 def test_the_closing_mark_of_reasoning_with_a_call_inside_is_none() -> None:
-    pieces, _ = read(shapes_of("hermes", "qwen3"), *f"<think>Hm.{CALL}</think>Yes.</think>")
+    pieces, _ = read(output_formats_of("hermes", "qwen3"), *f"<think>Hm.{CALL}</think>Yes.</think>")
     assert calls_of(pieces) == [("get-time", {})] and reasoning_of(pieces) == "Hm."
     assert text_of(pieces) == "Yes.</think>"
 
@@ -97,7 +99,7 @@ def test_the_closing_mark_of_reasoning_with_a_call_inside_is_none() -> None:
 def test_under_a_grammar_marks_inside_of_the_answer_are_text(name: str) -> None:
     """Only reasoning before it, which the grammar has, is taken apart."""
     shape = REASONING[name]
-    shapes = OutputShapes(reasoning=shape, tools=shapes_of("hermes").tools)
+    shapes = OutputFormats(reasoning=shape, tools=output_formats_of("hermes").tools)
     json = f'{{"a": "{shape.open} {shape.close}", "b": "{CALL}{"".join(shape.dropped)}"}}'
     assert read(shapes, *json, is_bound=True) == ([TextPiece(json)], "")
     assert read(shapes, *json, is_bound=True, parse_tools=False) == ([TextPiece(json)], "")
@@ -110,26 +112,26 @@ def test_under_a_grammar_the_answer_may_be_calls() -> None:
     for name in ("hermes", "qwen3_coder", "kimi_k2", "lfm2", "llama3_json"):
         answer = ANSWERS[name][0].removeprefix("I will look.\n").removeprefix("So.\n").removeprefix("Let me see.")
         for before in ("", "<think>\nHm.\n</think>\n\n"):
-            pieces, detail = read(shapes_of(name, "qwen3"), *(before + answer), is_bound=True)
-            assert calls_of(pieces) == calls_of(read(shapes_of(name), answer)[0]) != [] and not detail
+            pieces, detail = read(output_formats_of(name, "qwen3"), *(before + answer), is_bound=True)
+            assert calls_of(pieces) == calls_of(read(output_formats_of(name), answer)[0]) != [] and not detail
     bare = '{"name": "get-time"}'
-    assert read(shapes_of("llama3_json", "qwen3"), *bare, is_bound=True) == ([TextPiece(bare)], "")
+    assert read(output_formats_of("llama3_json", "qwen3"), *bare, is_bound=True) == ([TextPiece(bare)], "")
 
 
 def test_harmony_under_a_grammar() -> None:
     json = '{"a": "<|end|> <|channel|>analysis<|message|> <|return|>"}'
     answer = f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>{json}"
     for ending in ("", "<|return|>", "<|end|>"):
-        pieces, _ = read(shapes_of("openai"), *(answer + ending), is_bound=True)
+        pieces, _ = read(output_formats_of("openai"), *(answer + ending), is_bound=True)
         assert pieces == [ReasoningPiece("Hm."), TextPiece(json)]
 
 
 def test_harmony_without_tools() -> None:
     answer = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>"
-    for shapes in (shapes_of("openai"), shapes_of(reasoning="openai")):
+    for shapes in (output_formats_of("openai"), output_formats_of(reasoning="openai")):
         assert read(shapes, *answer, parse_tools=False)[0] == [ReasoningPiece("Hm."), TextPiece("Yes.")]
 
 
 def test_a_model_without_shapes_needs_no_parser() -> None:
-    assert make_parser(OutputShapes(), tools=(), in_reasoning=False, parse_tools=True) is None
-    assert make_parser(shapes_of("hermes"), tools=(), in_reasoning=False, parse_tools=False) is None
+    assert make_parser(OutputFormats(), tools=(), in_reasoning=False, parse_tools=True) is None
+    assert make_parser(output_formats_of("hermes"), tools=(), in_reasoning=False, parse_tools=False) is None

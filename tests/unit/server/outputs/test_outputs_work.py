@@ -9,11 +9,11 @@ import sys
 from typing import Any
 
 import pytest
-from answers_of_models import ANSWERS, TOOLS, calls_of, shapes_of
+from answers_of_models import ANSWERS, TOOLS, calls_of, output_formats_of
 
+from phalanx.server.outputs.output_formats import make_parser
 from phalanx.server.outputs.pieces import CallArguments, Piece, TextPiece, ToolDefinition
 from phalanx.server.outputs.reader import Reader
-from phalanx.server.outputs.shapes import make_parser
 from phalanx.server.outputs.values import convert_guessed, to_json, types_of
 
 LONG = 3_000
@@ -72,7 +72,7 @@ def test_little_is_held_back(name: str, opening: str, kind: str, monkeypatch: py
         feed(self, text)
 
     monkeypatch.setattr(Reader, "feed", watched)
-    shapes = shapes_of(name, None if name == "openai" else "qwen3")
+    shapes = output_formats_of(name, None if name == "openai" else "qwen3")
     parser = make_parser(shapes, tools=TOOLS, in_reasoning=False, parse_tools=True)
     assert parser is not None
     text = opening + TEXTS[kind]
@@ -91,7 +91,7 @@ def test_work_is_linear(name: str) -> None:
 
 
 def _calls(name: str, text: str) -> int:
-    parser = make_parser(shapes_of(name), tools=TOOLS, in_reasoning=False, parse_tools=True)
+    parser = make_parser(output_formats_of(name), tools=TOOLS, in_reasoning=False, parse_tools=True)
     assert parser is not None
     pieces: list[Piece] = []
     with Counter() as counter:
@@ -111,7 +111,7 @@ def test_many_calls(name: str) -> None:
 
 def test_a_megabyte_of_arguments_is_sent_on() -> None:
     content = "line\n" * 200_000
-    parser = make_parser(shapes_of("qwen3_coder"), tools=TOOLS, in_reasoning=False, parse_tools=True)
+    parser = make_parser(output_formats_of("qwen3_coder"), tools=TOOLS, in_reasoning=False, parse_tools=True)
     assert parser is not None
     pieces = parser.add("<tool_call>\n<function=get_weather>\n<parameter=city>\n")
     for at in range(0, len(content), 4096):
@@ -131,7 +131,7 @@ def test_deep_nesting(depth: int) -> None:
         ("lfm2", "<|tool_call_start|>[get-time(a=", ")]<|tool_call_end|>"),
         ("gemma4", "<|tool_call>call:get-time{a:", "}<tool_call|>"),
     ):
-        parser = make_parser(shapes_of(name), tools=TOOLS, in_reasoning=False, parse_tools=True)
+        parser = make_parser(output_formats_of(name), tools=TOOLS, in_reasoning=False, parse_tools=True)
         assert parser is not None
         pieces = parser.add(opening + deep + closing) + parser.finish()
         calls = calls_of(pieces)
@@ -146,7 +146,7 @@ def test_schemas_that_lead_to_themselves() -> None:
     assert types_of({"$ref": "#/$defs/b"}, root) == frozenset()
     assert types_of({"$ref": "#/$defs/c"}, root) == frozenset()
     tool = ToolDefinition(name="f", parameters={"properties": {"p": loop}, **root})
-    parser = make_parser(shapes_of("qwen3_coder"), tools=(tool,), in_reasoning=False, parse_tools=True)
+    parser = make_parser(output_formats_of("qwen3_coder"), tools=(tool,), in_reasoning=False, parse_tools=True)
     assert parser is not None
     pieces = parser.add("<tool_call><function=f><parameter=p>\nx\n</parameter></function></tool_call>")
     assert calls_of(pieces) == [("f", {"p": "x"})]
@@ -179,7 +179,7 @@ def test_an_answer_that_comes_at_once_is_not_copied_at_every_mark(mark: str, mon
         copied.append(self._text is not before)
 
     monkeypatch.setattr(Reader, "give_back", watched)
-    parser = make_parser(shapes_of("qwen3_coder", None), tools=TOOLS, in_reasoning=False, parse_tools=True)
+    parser = make_parser(output_formats_of("qwen3_coder", None), tools=TOOLS, in_reasoning=False, parse_tools=True)
     assert parser is not None
     parser.add(OPENINGS["qwen3_coder"][-1] + mark * 100)
     assert len(copied) >= 99 and not any(copied)

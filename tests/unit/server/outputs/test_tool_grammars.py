@@ -16,14 +16,14 @@ import jsonschema_rs
 import llguidance
 import msgspec
 import pytest
-from answers_of_models import calls_of, finite, read, reasoning_of, shapes_of, text_of
+from answers_of_models import calls_of, finite, output_formats_of, read, reasoning_of, text_of
 from support.examples import SOAK
 
 from phalanx.server.outputs.formats import TOOLS
 from phalanx.server.outputs.lark import GrammarUnsupported
+from phalanx.server.outputs.output_formats import OutputFormats
 from phalanx.server.outputs.output_grammars import tool_grammar, with_reasoning
 from phalanx.server.outputs.pieces import CallBegin, TextPiece, ToolDefinition
-from phalanx.server.outputs.shapes import OutputShapes
 
 POINT = {
     "type": "object",
@@ -113,9 +113,9 @@ Marks = Literal["special", "added", "text"]
 """How a tokenizer has the marks: as special tokens, as tokens like any other, or not at all."""
 
 
-def shapes_with_tokens(name: str, kind: Marks, reasoning: str | None = None) -> tuple[OutputShapes, ByteTokenizer]:
+def shapes_with_tokens(name: str, kind: Marks, reasoning: str | None = None) -> tuple[OutputFormats, ByteTokenizer]:
     """The shapes of a model, and a tokenizer with the marks, or with long tokens that are the same texts."""
-    shapes = shapes_of(name, reasoning)
+    shapes = output_formats_of(name, reasoning)
     assert shapes.tools is not None
     texts = shapes.tools.format.texts + (shapes.reasoning.texts if shapes.reasoning else ())
     marks = sorted({text for text in texts if re.fullmatch(r"[<\[][^{]*[>\]]", text)})
@@ -209,13 +209,13 @@ def test_an_answer_of_its_own_grammar_after_reasoning(name: str, answer: dict[st
 
 
 def test_without_reasoning_the_grammar_is_the_answer() -> None:
-    assert json.loads(with_reasoning(ANSWERS[1], OutputShapes(), in_reasoning=False)) == {"grammars": [ANSWERS[1]]}
+    assert json.loads(with_reasoning(ANSWERS[1], OutputFormats(), in_reasoning=False)) == {"grammars": [ANSWERS[1]]}
 
 
 def unsupported(name: str, properties: dict[str, Any], **more: Any) -> str:
     tool = ToolDefinition(name="f", parameters={"type": "object", "properties": properties, **more})
     with pytest.raises(GrammarUnsupported) as refused:
-        tool_grammar(shapes_of(name), (tool,), parallel=False)
+        tool_grammar(output_formats_of(name), (tool,), parallel=False)
     return str(refused.value)
 
 
@@ -226,9 +226,9 @@ def test_what_a_format_cannot_write_is_said() -> None:
     assert "cannot be bound to 'anyOf'" in unsupported("glm47", {}, anyOf=[{"required": ["a"]}])
     assert "no value of 'a' can be written" in unsupported("qwen3_coder", {"a": {"enum": ["null"]}})
     with pytest.raises(ValueError, match="needs tools"):
-        tool_grammar(OutputShapes(), OFFERED, parallel=False)
+        tool_grammar(OutputFormats(), OFFERED, parallel=False)
     with pytest.raises(ValueError, match="needs tools"):
-        tool_grammar(shapes_of("hermes"), (), parallel=False)
+        tool_grammar(output_formats_of("hermes"), (), parallel=False)
 
 
 def test_names_and_values_in_any_script() -> None:

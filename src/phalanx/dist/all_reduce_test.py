@@ -1,4 +1,4 @@
-"""Tests that the fabric sums correctly, and measures how fast: known values at several sizes and dtypes (F4, A6).
+"""Tests that the collective backend sums correctly, and measures how fast: known values at several sizes and dtypes.
 
 Every rank runs it at start, and `phalanx selftest` does.
 """
@@ -12,14 +12,14 @@ from typing import cast
 import mlx.core as mx
 
 from phalanx.errors import CollectiveFault
-from phalanx.types import FabricFigure
+from phalanx.types import AllReduceFigure
 
 SIZES = (1, 1024, 16384, 262144)  # elements
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 ROUNDS = 9  # measurements per median
 
 
-def test_fabric(group: mx.distributed.Group) -> list[FabricFigure]:
+def test_all_reduce(group: mx.distributed.Group) -> list[AllReduceFigure]:
     """Check every size in every dtype, then measure every size in float32.
 
     Raises:
@@ -50,11 +50,11 @@ def _check(group: mx.distributed.Group, size: int, dtype: mx.Dtype) -> None:
             f"self-test: all_sum of {size} {str(dtype).removeprefix('mlx.core.')} values over {ranks} ranks has "
             f"{sum(differs)} wrong; number {at} is {got[at].item()} instead of {expected[at].item()} on rank "
             f"{group.rank()}.",
-            remedy="The fabric delivers wrong data: check cables and devices, or use another --backend.",
+            remedy="The collective backend delivers wrong data: check cables and devices, or use another --backend.",
         )
 
 
-def _measure(group: mx.distributed.Group, size: int) -> FabricFigure:
+def _measure(group: mx.distributed.Group, size: int) -> AllReduceFigure:
     values = mx.ones(size)
     mx.eval(values)
     seconds = []
@@ -63,4 +63,4 @@ def _measure(group: mx.distributed.Group, size: int) -> FabricFigure:
         mx.eval(mx.distributed.all_sum(values, group=group))
         seconds.append(time.perf_counter() - before)
     median = statistics.median(seconds)
-    return FabricFigure(bytes=values.nbytes, median_us=median * 1e6, gb_per_s=values.nbytes / median / 1e9)
+    return AllReduceFigure(bytes=values.nbytes, median_us=median * 1e6, gb_per_s=values.nbytes / median / 1e9)

@@ -15,7 +15,7 @@ from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.types import ModelInfo
 
 
-def numerics_of(config: ServerConfig, served: ApiModel, tokenizer: str) -> Callable[[ModelInfo], str]:
+def determinism_key_of(config: ServerConfig, served: ApiModel, tokenizer: str) -> Callable[[ModelInfo], str]:
     """Makes a server's hash, once its model is known.
 
     Args:
@@ -34,8 +34,8 @@ def numerics_of(config: ServerConfig, served: ApiModel, tokenizer: str) -> Calla
         config.reasoning_parser,
     )
 
-    def numerics(info: ModelInfo) -> str:
+    def determinism_key(info: ModelInfo) -> str:
         of_model = (info.identity, info.model_type, info.dtype, info.quantization, info.vocab_size, info.max_model_len)
         return hashlib.blake2b(repr((facts, of_model)).encode(), digest_size=8).hexdigest()
 
-    return numerics
+    return determinism_key

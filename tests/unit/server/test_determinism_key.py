@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 from support.serving import CONFIG, TEMPLATE, make_tokenizer
 
-from phalanx.server.endpoints.numerics import numerics_of
-from phalanx.server.outputs.shapes import OutputShapes
+from phalanx.server.endpoints.determinism_key import determinism_key_of
+from phalanx.server.outputs.output_formats import OutputFormats
 from phalanx.server.requests.parsed import ApiModel, GenerationDefaults
 from phalanx.supervision.fake_engine import FAKE_INFO
 from phalanx.text.tokenizer import Tokenizer
@@ -22,26 +22,26 @@ SERVED = ApiModel(
     eos_ids=frozenset({0}),
     template_kwargs={"x": 1},
 )
-MINE = numerics_of(CONFIG, SERVED, "t")(FAKE_INFO)
+MINE = determinism_key_of(CONFIG, SERVED, "t")(FAKE_INFO)
 
 
 def test_what_does_not_count():
     """Names, limits, keys and what another start takes."""
-    served = replace(SERVED, names=("b",), max_n=3, shapes=OutputShapes())
+    served = replace(SERVED, names=("b",), max_n=3, shapes=OutputFormats())
     config = replace(CONFIG, queue=3, admin_key="k", engine=replace(CONFIG.engine, max_num_seqs=2))
-    assert numerics_of(config, served, "t")(replace(FAKE_INFO, load_s=3.0, kv_budget_bytes=5)) == MINE
+    assert determinism_key_of(config, served, "t")(replace(FAKE_INFO, load_s=3.0, kv_budget_bytes=5)) == MINE
 
 
 @pytest.mark.parametrize("change", [{"identity": "b"}, {"dtype": "float16"}, {"max_model_len": 9}])
 def test_what_counts_of_the_model(change):
-    assert numerics_of(CONFIG, SERVED, "t")(replace(FAKE_INFO, **change)) != MINE
+    assert determinism_key_of(CONFIG, SERVED, "t")(replace(FAKE_INFO, **change)) != MINE
 
 
 @pytest.mark.parametrize("change", [{"template_kwargs": {"x": 2}}, {"defaults": GenerationDefaults(temperature=0.5)}])
 def test_what_counts_of_the_server(change):
-    assert numerics_of(CONFIG, replace(SERVED, **change), "t")(FAKE_INFO) != MINE
-    assert numerics_of(replace(CONFIG, reasoning_parser="qwen3"), SERVED, "t")(FAKE_INFO) != MINE
-    assert numerics_of(CONFIG, SERVED, "other")(FAKE_INFO) != MINE
+    assert determinism_key_of(CONFIG, replace(SERVED, **change), "t")(FAKE_INFO) != MINE
+    assert determinism_key_of(replace(CONFIG, reasoning_parser="qwen3"), SERVED, "t")(FAKE_INFO) != MINE
+    assert determinism_key_of(CONFIG, SERVED, "other")(FAKE_INFO) != MINE
 
 
 def test_fingerprints_of_tokenizers(tmp_path):

@@ -1,4 +1,4 @@
-"""Sets up, tests and undoes the network between hosts, from the user's machine (F4, F6).
+"""Sets up, tests and undoes the network between hosts, from the user's machine.
 
 `network.py` makes the plans, `links.py` carries them out on the hosts.
 """
@@ -179,7 +179,7 @@ async def _measure(one_remote: Remote, other_remote: Remote, address: str) -> Li
 
 
 async def test_group(plan: Plan) -> GroupTest:
-    """Test sums over all ranks with a small model (F4). Leaves nothing running.
+    """Test sums over all ranks with a small model. Leaves nothing running.
 
     Raises:
         ClusterError: a host cannot start its agent, or the test failed; says why.

@@ -16,8 +16,8 @@ from phalanx.server.outputs.formats import (
     REASONING_ALIASES,
     TOOL_ALIASES,
     TOOLS,
-    ReasoningShape,
-    ToolShape,
+    NamedToolFormat,
+    ReasoningFormat,
 )
 from phalanx.server.outputs.harmony import HarmonyCalls
 from phalanx.server.outputs.pieces import OutputParser, ToolDefinition
@@ -25,11 +25,11 @@ from phalanx.server.outputs.pieces import OutputParser, ToolDefinition
 XTML = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 
 
-class OutputShapes(Struct, frozen=True):
+class OutputFormats(Struct, frozen=True):
     """What a model writes besides content. `added_tokens`: text -> id of the tokens that no other text becomes."""
 
-    reasoning: ReasoningShape | None = None
-    tools: ToolShape | None = None
+    reasoning: ReasoningFormat | None = None
+    tools: NamedToolFormat | None = None
     added_tokens: Mapping[str, int] = {}
 
     @property
@@ -48,27 +48,29 @@ class OutputShapes(Struct, frozen=True):
         reasoning = self.reasoning.name if self.reasoning else "none"
         return f"tool calls: {calls if shows_tools else 'none'}, reasoning: {reasoning}"
 
-    def without_tools(self) -> OutputShapes:
+    def without_tools(self) -> OutputFormats:
         """The shapes for a request without tools. (Harmony's channels are there all the same.)"""
         if self.tools is None or isinstance(self.tools.format, HarmonyCalls):
             return self
         return msgspec.structs.replace(self, tools=None)
 
 
-def choose(template: str, added_tokens: Mapping[str, int]) -> OutputShapes:
+def choose(template: str, added_tokens: Mapping[str, int]) -> OutputFormats:
     """The shapes of a model with this chat template ("" without one)."""
     tools = _tools_of(template, added_tokens)
     reasoning = next((name for name in REASONING if _reasons(REASONING[name], template, added_tokens)), "")
     if tools == "openai":
         reasoning = tools
-    return OutputShapes(
+    return OutputFormats(
         reasoning=REASONING[reasoning] if reasoning else None,
-        tools=ToolShape(tools, TOOLS[tools]) if tools else None,
+        tools=NamedToolFormat(tools, TOOLS[tools]) if tools else None,
         added_tokens=added_tokens,
     )
 
 
-def by_name(shapes: OutputShapes, tool_parser: str | None = None, reasoning_parser: str | None = None) -> OutputShapes:
+def by_name(
+    shapes: OutputFormats, tool_parser: str | None = None, reasoning_parser: str | None = None
+) -> OutputFormats:
     """`shapes` with formats that a person chose by name; "none" for none of a kind.
 
     Raises:
@@ -76,7 +78,7 @@ def by_name(shapes: OutputShapes, tool_parser: str | None = None, reasoning_pars
     """
     if tool_parser is not None:
         name = TOOL_ALIASES.get(tool_parser, tool_parser)
-        shapes = msgspec.structs.replace(shapes, tools=None if name == "none" else ToolShape(name, TOOLS[name]))
+        shapes = msgspec.structs.replace(shapes, tools=None if name == "none" else NamedToolFormat(name, TOOLS[name]))
     if reasoning_parser is not None:
         name = REASONING_ALIASES.get(reasoning_parser, reasoning_parser)
         shapes = msgspec.structs.replace(shapes, reasoning=None if name == "none" else REASONING[name])
@@ -96,7 +98,7 @@ def reasoning_parsers() -> list[str]:
 
 
 def make_parser(
-    shapes: OutputShapes,
+    shapes: OutputFormats,
     *,
     tools: Sequence[ToolDefinition],
     in_reasoning: bool,
@@ -106,7 +108,7 @@ def make_parser(
     """What takes one answer's text apart; None if the text is all content.
 
     Args:
-        in_reasoning: the prompt ends inside of reasoning (`ReasoningShape.is_open`).
+        in_reasoning: the prompt ends inside of reasoning (`ReasoningFormat.is_open`).
         parse_tools: calls are looked for; else their text is content.
         is_bound: a grammar says what follows the reasoning: calls, or content in which marks are text.
     """
@@ -120,7 +122,7 @@ def make_parser(
     return FormatParser(shapes.reasoning, form, tools, in_reasoning=in_reasoning, is_bound=is_bound)
 
 
-def _reasons(shape: ReasoningShape, template: str, added_tokens: Collection[str]) -> bool:
+def _reasons(shape: ReasoningFormat, template: str, added_tokens: Collection[str]) -> bool:
     """Whether a model writes this reasoning: its vocabulary has the marks, or its template both."""
     if shape.name == "openai":
         return False  # known by its calls

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.server.outputs.formats import TOOLS
-from phalanx.server.outputs.shapes import OutputShapes, by_name, choose, reasoning_parsers, tool_parsers
+from phalanx.server.outputs.output_formats import OutputFormats, by_name, choose, reasoning_parsers, tool_parsers
 
 TEMPLATES = {
     "hermes": "{{- '<tool_call>\\n{\"name\": \"' + tool_call.name + '\"' }}",
@@ -58,10 +58,10 @@ def test_the_marks_that_must_be_decoded() -> None:
     shapes = choose(TEMPLATES["hermes"], added)
     assert shapes.marks == {"<tool_call>", "</tool_call>", "<think>", "</think>"}
     assert shapes.without_tools().marks == {"<think>", "</think>"}
-    k2 = by_name(OutputShapes(added_tokens={"<|tool_call_argument_begin|>": 1}), "kimi_k2")
+    k2 = by_name(OutputFormats(added_tokens={"<|tool_call_argument_begin|>": 1}), "kimi_k2")
     assert k2.marks == {"<|tool_call_argument_begin|>"}
-    assert by_name(OutputShapes(added_tokens={"<|open|>": 1, "<|x|>": 2}), "kimi_k3").marks == {"<|open|>"}
-    v3 = by_name(OutputShapes(added_tokens={"<｜tool▁sep｜>": 1}), "deepseek_v3")
+    assert by_name(OutputFormats(added_tokens={"<|open|>": 1, "<|x|>": 2}), "kimi_k3").marks == {"<|open|>"}
+    v3 = by_name(OutputFormats(added_tokens={"<｜tool▁sep｜>": 1}), "deepseek_v3")
     assert v3.marks == {"<｜tool▁sep｜>"}
 
 
