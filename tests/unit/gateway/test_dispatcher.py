@@ -23,11 +23,11 @@ from phalanx.gateway.dispatch.replica_health import Check, HealthReport, HealthR
 from phalanx.gateway.settings.replicas_file import ReplicaSpec
 
 MODELS = {"a": frozenset({"m", "n"}), "b": frozenset({"m"}), "c": None}
-NUMERICS = {"a": "n1", "b": "n2", "c": ""}
+DETERMINISM_KEYS = {"a": "n1", "b": "n2", "c": ""}
 
 
 def replica(name: str, limit: int = 2, models: frozenset[str] | None = None, determinism_key: str = "") -> Replica:
-    """Without determinism_key its streams cannot go on elsewhere, nor others' on it."""
+    """Without a determinism key its streams cannot go on elsewhere, nor others' on it."""
     spec = ReplicaSpec(name=name, url=f"http://{name}", admin_key="k")
     found = Replica(spec, HealthRules(2, 1), BreakerRules(failures=2, successes=1, open_s=5.0))
     found.health.note(Check(ok=True, report=HealthReport(ReplicaLoad(0, 0, limit), determinism_key)), 0.0, 0.0)
@@ -47,7 +47,7 @@ def ask(owner: str = "", model: str | None = "m", give_up_at: float = 60.0, rows
 
 
 def begun(determinism_key: str = "n1", owner: str = "", tried: str = "", refused: str = "") -> DispatchRequest:
-    """A request whose stream has begun at a server with these determinism_key, and lost it."""
+    """A request whose stream has begun at a server with this determinism key, and lost it."""
     found = ask(owner)
     found.determinism_key, found.tried, found.refused = determinism_key, set(tried), set(refused)
     return found
@@ -258,7 +258,10 @@ def test_a_second_place_is_where_tokens_are_the_same_and_nothing_is_in_doubt():
     assert second is not None and second.replica is d and d.in_flight == 1
     assert found.elsewhere(stream, a, 0.0) is None  # d is full
     b.is_suspect = False
-    stream.tried.add("b")  # long ago
+    stream.tried.add("b")
+    b.needs_check = True  # b failed it after its last good check
+    assert found.elsewhere(stream, a, 0.0) is None
+    b.needs_check = False
     assert found.elsewhere(stream, a, 0.0).replica is b
 
 
@@ -290,7 +293,7 @@ class AnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.found = dispatcher(*(replica(name, 2, MODELS[name], NUMERICS[name]) for name in "abc"), queue=3)
+        self.found = dispatcher(*(replica(name, 2, MODELS[name], DETERMINISM_KEYS[name]) for name in "abc"), queue=3)
         self.waiting: list[DispatchRequest] = []  # in order: an example that is run again draws the same ones
         self.granted: list[Grant] = []
         self.unexplained: list[Grant] = []  # of attempts that failed, and nobody is blamed yet
@@ -394,7 +397,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(name=st.sampled_from("abc"), ok=st.booleans())
     def check(self, name: str, ok: bool) -> None:
         if name in self.found.replicas:
-            report = HealthReport(ReplicaLoad(0, 0, 2), NUMERICS[name])
+            report = HealthReport(ReplicaLoad(0, 0, 2), DETERMINISM_KEYS[name])
             self.found.replicas[name].health.note(Check(ok=ok, report=report), self.now, self.now)
             self.found.replicas[name].is_suspect &= not ok
             self.found.replicas[name].needs_check &= not ok
@@ -411,7 +414,7 @@ class AnyOrder(RuleBasedStateMachine):
         if name in self.found.replicas:
             self.gone.append(self.found.remove(name))
         else:
-            self.found.add(replica(name, 2, MODELS[name], NUMERICS[name]))
+            self.found.add(replica(name, 2, MODELS[name], DETERMINISM_KEYS[name]))
         self.settle()
 
     @rule(seconds=st.sampled_from([1.0, 6.0, 30.0]))

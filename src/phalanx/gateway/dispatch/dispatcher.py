@@ -115,13 +115,12 @@ class Dispatcher:
         doubt about that one, and it computes the tokens of a begun stream alike: else it is no better than to wait for
         the first.
         """
-        passed_over = request.refused if request.is_begun else request.tried
         able = [
             other
             for other in self.replicas.values()
-            if other is not replica and other.serves(request.model) and other.is_available(now)
-            if other.has_room_for(request.rows) and not other.is_degraded and other.name not in passed_over
-            if not request.is_begun or (other.can_migrate and other.health.determinism_key == request.determinism_key)
+            if other is not replica and other.is_available(now) and not other.is_degraded
+            if other.has_room_for(request.rows) and _may_get(request, other)
+            if not request.is_begun or other.health.determinism_key == request.determinism_key
         ]
         return self._grant(request, able) if able else None
 
