@@ -24,7 +24,7 @@ from phalanx.cli.terminal import LoadingView, PullView, report, set_up_logging
 from phalanx.config import DEFAULT_MODEL, GIB, EngineConfig, LogLevel
 from phalanx.errors import EngineUnavailable, ExitCode
 from phalanx.model.loading.resolve import resolve_models
-from phalanx.offline.engine_settings import check_engine
+from phalanx.offline.engine_settings import check_engine, check_start
 from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.supervision import fast_synch
 from phalanx.supervision.fast_synch import FastSynch
@@ -49,9 +49,11 @@ def command(
     """Test a group of ranks: sums of known values, speed, equal tokens, the control connection, memory."""
     require_engine()
     set_up_logging(log_level)
+    config = check_engine(config)
     with PullView() as view:
-        resolve_models(config, view)
-    return asyncio.run(run(check_engine(config), json, load_cluster(cluster, config.n_ranks)))
+        path = resolve_models(config, view)
+    check_start(config, path, is_here=cluster is None)
+    return asyncio.run(run(config, json, load_cluster(cluster, config.n_ranks)))
 
 
 class Outcome(NamedTuple):

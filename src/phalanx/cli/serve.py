@@ -18,7 +18,7 @@ from phalanx.config import DEFAULT_MODEL
 from phalanx.errors import ConfigError
 from phalanx.http.listening import is_loopback
 from phalanx.model.loading.resolve import resolve_models, with_imported_names
-from phalanx.offline.engine_settings import check_engine
+from phalanx.offline.engine_settings import check_engine, check_start
 from phalanx.server.outputs.output_formats import reasoning_parsers, tool_parsers
 from phalanx.server.requests.generation_defaults import read_defaults
 from phalanx.server.settings.server_settings import ServerConfig
@@ -92,6 +92,7 @@ def run(config: ServerConfig, attach: Path | None = None, cluster: Path | None =
         note(f"warning: {config.host} can be reached from other machines, and no --api-key is set")
     with PullView() as view:
         path = resolve_models(config.engine, view)
+    check_start(config.engine, path, is_here=cluster is None)
     template = None
     if config.chat_template is not None:
         template = text_of(Path(config.chat_template), "--chat-template").removeprefix(BYTE_ORDER_MARK)

@@ -117,7 +117,8 @@ class LoadingView:
     def _lines(self) -> None:
         show_line = plain_lines()
         while not self._finished(self._engine.state):
-            if (progress := self._engine.state.progress) is not None:  # not what it was before the pause
+            progress = self._engine.state.progress  # not what it was before the pause
+            if progress is not None and progress.done >= PLAIN_STEP * progress.total:  # short phases print nothing
                 show_line(progress)
 
 

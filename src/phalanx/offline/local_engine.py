@@ -22,6 +22,7 @@ from phalanx.catalog.pull_progress import Report, quiet
 from phalanx.config import EngineConfig
 from phalanx.errors import EngineUnavailable
 from phalanx.model.loading.resolve import resolve_models
+from phalanx.offline.engine_settings import check_start
 from phalanx.offline.outputs import CompletionOutput, Logprob, RequestOutput
 from phalanx.server.answers.deltas import ChoiceEnding, timing_json
 from phalanx.server.answers.generation import Generation
@@ -62,12 +63,14 @@ class LocalEngine:
 
     Raises:
         ModelNotFound: the model is neither a directory nor a hub id that could be fetched.
+        ModelUnsupported, ConfigError, MemoryShortage: as `check_start`.
     """
 
     def __init__(self, config: EngineConfig, engine: EngineClient, report: Report = quiet) -> None:
         self._config = config
         self._engine = engine
         self._path = resolve_models(config, report)
+        check_start(config, self._path)
         self._journal = Journal(
             engine,
             ServerMetrics(config.model),

@@ -239,7 +239,7 @@ class EngineProcess(EngineConnection):
 
     def _new_log(self) -> RankLog:
         """The log of a start. Each host of a cluster keeps a log of its own rank, in full."""
-        return RankLog(verbose=self._cluster is not None or log.isEnabledFor(logging.DEBUG))
+        return RankLog(logging.DEBUG if self._cluster is not None else log.getEffectiveLevel())
 
     async def _launch(self, directory: Path) -> Launched:
         """Start the ranks, and listen for their leader.
