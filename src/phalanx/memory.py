@@ -1,4 +1,4 @@
-"""Physical memory, the memory guard and the memory budgets, all in this one place.
+"""Physical memory, the memory guard and the memory budgets.
 
 Computes with numbers that `psutil` reads from the system (/proc/meminfo, sysctl hw.memsize) and, on Linux, with the
 limit of the container or service: the kernel kills a process that exceeds that limit, however much memory the host has.

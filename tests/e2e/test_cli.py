@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -133,20 +134,26 @@ def test_a_flag_beyond_the_model_or_the_machine_is_one_error_before_ranks_start(
 
 def test_a_good_start_writes_few_lines_and_ready_last() -> None:
     command = [sys.executable, "-m", "phalanx", "serve", "demo", "--tp", "2", "--port", "0", *SMALL]
-    server = subprocess.Popen([*command, "--host", "127.0.0.1"], stderr=subprocess.PIPE, text=True)
-    assert server.stderr is not None
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert server.stdout is not None
+    limit = threading.Timer(LIMIT_S, server.kill)
+    limit.start()
     lines: list[str] = []
     try:
-        for line in server.stderr:
+        for line in server.stdout:
             lines.append(line)
             if "is ready" in line:
                 break
     finally:
+        limit.cancel()
         server.terminate()
-        rest = server.communicate(timeout=60)[1]
+        rest = server.communicate(timeout=60)[0]
     assert re.fullmatch(r"phalanx is ready: http://127\.0\.0\.1:\d+/v1 \(model demo\)\n", lines[-1]), lines
-    assert [line for line in lines if line.startswith("rank ")] == [lines[1]]
-    assert lines[1].startswith("rank 0: context ") and len(lines) == 4, lines
+    assert [line for line in lines if line.startswith("rank 0: context ")]
+    details = re.compile(
+        r"rank \d: (joining|joined|before|loading|loaded|self-test|kernels: native|.*model type)|  |\w+ing.*: 0%"
+    )
+    assert not [line for line in lines if details.match(line)], "a busy machine may add a warning, but no details"
     assert rest == ""
 
 

@@ -1,6 +1,6 @@
 """`phalanx selftest`: start a group of ranks, let it test itself, print the figures, end it.
 
-Does not know how the tests are done (`engine/group_selftest.py`).
+`engine/group_selftest.py` has the tests.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def command(
     cluster: Annotated[Path | None, typer.Option(hidden=True, help="Hosts of the ranks.")] = None,
     log_level: Annotated[LogLevel, flag(ServerConfig, "log_level")] = "warning",
 ) -> int:
-    """Test a group of ranks: sums of known values, speed, equal tokens, the control connection, memory."""
+    """Test a group of ranks: all-reduces of known values, speed, equal tokens, the control connection, memory."""
     require_engine()
     set_up_logging(log_level)
     config = check_engine(config)
@@ -57,7 +57,7 @@ def command(
 
 
 class Outcome(NamedTuple):
-    """What a group's self-test came to: the figures, or why it failed and the exit code."""
+    """Result of a group's self-test: the figures, or why it failed and the exit code."""
 
     info: ModelInfo | None
     stats: EngineStats | None = None

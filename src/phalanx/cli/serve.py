@@ -87,7 +87,7 @@ def command(
 
 
 def run(config: ServerConfig, attach: Path | None = None, cluster: Path | None = None) -> int:
-    """Serve until told to stop; with `attach`, an engine that comes to this socket; with `cluster`, on its hosts."""
+    """Serve until a signal; with `attach`, an engine that connects to this socket; with `cluster`, on its hosts."""
     if not is_loopback(config.host) and not config.api_key:
         note(f"warning: {config.host} can be reached from other machines, and no --api-key is set")
     with PullView() as view:

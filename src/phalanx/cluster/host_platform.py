@@ -1,4 +1,4 @@
-"""What a host's Python and system need: which wheels fit, which lines of a lock apply. Pure.
+"""Decides which wheels fit a host's Python and system, and which lines of a lock apply. Pure.
 
 Does not know where wheels come from (`wheelhouse.py`), nor how a host is asked (`installer.py`).
 """

@@ -3,7 +3,7 @@
 A call is `phalanx host VERB` on the host, with one JSON object as input and one as output. Every error names host and
 command and, if `faults` knows it, the cause and the remedy.
 
-The host may be broken, or taken over: its output is limited in bytes and in time, and made printable.
+A broken or hostile host cannot flood this machine: output is bounded in bytes and time, and made printable.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ async def run(
     """Run a local command that talks to a host. Returns its exit status, and the end of its stdout and of its stderr.
 
     Args:
-        timeout_s: for its end, once it was told everything.
+        timeout_s: for its end, once all input is sent.
         doing: names the command in errors.
         blocks: bytes that follow the payload, each of which must be taken within `SILENCE_S`.
 
@@ -257,16 +257,16 @@ async def _started(command: Sequence[str]) -> asyncio.subprocess.Process:
         raise ClusterError(f"{command[0]} cannot be run: {error.strerror}.", remedy="Install OpenSSH.") from error
 
 
-async def _collect(stream: asyncio.StreamReader, said: bytearray) -> None:
+async def _collect(stream: asyncio.StreamReader, output: bytearray) -> None:
     """Read to the end, and keep the last bytes, twice `MAX_KEPT` at most."""
     while piece := await stream.read(1 << 16):
-        said += piece
-        if len(said) > 2 * MAX_KEPT:
-            del said[:-MAX_KEPT]
+        output += piece
+        if len(output) > 2 * MAX_KEPT:
+            del output[:-MAX_KEPT]
 
 
-def _text(said: bytearray) -> str:
-    return said[-MAX_KEPT:].decode(errors="replace")
+def _text(output: bytearray) -> str:
+    return output[-MAX_KEPT:].decode(errors="replace")
 
 
 async def _tell(stream: asyncio.StreamWriter, payload: bytes, blocks: AsyncIterable[bytes] | None) -> None:
@@ -290,7 +290,7 @@ async def _write(stream: asyncio.StreamWriter, data: bytes) -> None:
 
 
 async def end(process: asyncio.subprocess.Process) -> None:
-    """End a child process: SIGTERM, then SIGKILL after 2 s. What it has not taken yet is dropped."""
+    """End a child process: SIGTERM, then SIGKILL after 2 s. Drops input that it has not read."""
     if process.stdin is not None and not process.stdin.is_closing():
         process.stdin.transport.abort()
     if process.returncode is None:
@@ -304,9 +304,9 @@ async def end(process: asyncio.subprocess.Process) -> None:
             await process.wait()
 
 
-def failure(name: str, code: int, *said: str, doing: str) -> ClusterError:
+def failure(name: str, code: int, *output: str, doing: str) -> ClusterError:
     """The error of a failed call, from its exit status and output."""
-    lines = _lines(said)
+    lines = _lines(output)
     for line in lines:
         if (fault := recognise(line)) is not None:
             return ClusterError(f"{name}: {fault.cause} ({fault.name}: {line})", remedy=fault.remedy)
@@ -319,9 +319,9 @@ def failure(name: str, code: int, *said: str, doing: str) -> ClusterError:
     return ClusterError(f"{name}: {how}: {tail}", remedy=f"Try it by hand: ssh {shlex.quote(name)} phalanx version")
 
 
-def silent(name: str, limit_s: float, *said: str, doing: str) -> ClusterError:
+def silent(name: str, limit_s: float, *output: str, doing: str) -> ClusterError:
     """The error of a host that ssh reached, or is still reaching, and that did not answer in time."""
-    tail = " / ".join(_lines(said)[-LAST_LINES:]) or "nothing"
+    tail = " / ".join(_lines(output)[-LAST_LINES:]) or "nothing"
     return ClusterError(
         f"{name} gave no answer to `{doing}` within {limit_s:g} s. What it said: {tail}.",
         remedy="A login script may wait for something, or a disk may hang there. "
@@ -329,9 +329,9 @@ def silent(name: str, limit_s: float, *said: str, doing: str) -> ClusterError:
     )
 
 
-def _lines(said: Sequence[str]) -> list[str]:
+def _lines(output: Sequence[str]) -> list[str]:
     """The last lines of each stream, without answers and empty ones, as they may be shown."""
-    text = "\n".join(printable(stream[-LOOKED_AT:].replace("\r\n", "\n")) for stream in said)
+    text = "\n".join(printable(stream[-LOOKED_AT:].replace("\r\n", "\n")) for stream in output)
     return [
         shortened(line.strip(), LINE_CHARS) for line in text.split("\n") if line.strip() and not line.startswith(ANSWER)
     ]

@@ -1,7 +1,7 @@
 """An engine of this process's own, and the server's path to it without HTTP: parse, journal, decode.
 
-`phalanx generate` runs it for one prompt, `LLM` for many. Runs on one event loop. Does not know flags or keywords, nor
-how many requests are under way: the caller bounds that.
+`phalanx generate` runs it for one prompt, `LLM` for many. Runs on one event loop. The caller bounds the number of
+running requests.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from phalanx.supervision.client import EngineClient
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.types import Batch, ModelInfo, PromptScored, SequenceRequest, TokenLogprobs, Tokens
 
-WAITING = 1 << 20  # choices; no client has to be told that the queue is full
+WAITING = 1 << 20  # choices; the queue is never full for a client
 MAX_N = 1024  # as `phalanx serve --max-n` allows at most
 
 
@@ -215,7 +215,7 @@ class LocalEngine:
 
     @contextmanager
     def _recording(self, requests: Sequence[SequenceRequest]) -> Iterator[list[_Record]]:
-        """Record what is committed for these sequences, in their order."""
+        """Record the tokens committed for these sequences, in their order."""
         records = {request.id: _Record() for request in requests}
         self._records |= records
         try:

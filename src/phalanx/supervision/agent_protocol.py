@@ -1,5 +1,5 @@
-"""The protocol between a server and the agents of other hosts, inside TLS: each end knows that the other is the host
-that it means.
+"""The protocol between a server and the agents of other hosts, inside TLS, in which each end verifies
+the other.
 
     agent                                       server
     Welcome(python, directory, credentials)  ->
@@ -139,8 +139,8 @@ class AgentConnection:
             payload = await read_frame(self._reader, FRAME_LIMIT)
         except ssl.SSLError as error:
             refused = "ALERT" in (error.reason or "")
-            said = "It refuses the connection" if refused else "Its bytes were changed on the way"
-            raise FrameError(f"{said} ({explain(error)}).") from error
+            what = "It refuses the connection" if refused else "Its bytes were changed on the way"
+            raise FrameError(f"{what} ({explain(error)}).") from error
         try:
             return None if payload is None else self._decoder.decode(payload)
         except msgspec.MsgspecError as error:
@@ -155,8 +155,8 @@ class AgentConnection:
         while isinstance(message := await self.receive(), KeepAlive):
             pass
         if not isinstance(message, kind):
-            said = "closed the connection" if message is None else f"sent {type(message).__name__}"
-            raise FrameError(f"The other end {said} instead of {kind.__name__}.")
+            what = "closed the connection" if message is None else f"sent {type(message).__name__}"
+            raise FrameError(f"The other end {what} instead of {kind.__name__}.")
         return message
 
     def close(self) -> None:

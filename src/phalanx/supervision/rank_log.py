@@ -22,9 +22,9 @@ DETAIL = re.compile(
     r"|before loading:$|loading \d|loaded in \d|up to \d\S* GiB of weights |\S.*: model type "
     r"|kernels: (native: |MLX computes )|self-test passed )"
 )
-"""How a start goes, from one rank or from each."""
+"""Details of a start, from one rank or from each."""
 SUMMARY = re.compile(r"rank 0: context \d+ tokens; ")
-"""What a start that went well has come to."""
+"""The result of a good start."""
 DEBUG, INFO = 10, 20  # as in `logging`
 LEFT_OUT = {DEBUG: DETAIL, INFO: SUMMARY}
 """Level -> lines that are printed at this level and below."""

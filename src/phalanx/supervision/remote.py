@@ -107,8 +107,8 @@ async def reach(host: HostConfig, port: int, credentials: Credentials, *, place:
                 async with asyncio.timeout(ANSWER_S):
                     welcome = await connection.expect(AgentWelcome)
             except FrameError as error:
-                said = "it refuses this server, whose certificate is not that of its first host"
-                raise _unreachable(host, port, said, OTHER_START) from error
+                why = "it refuses this server, whose certificate is not that of its first host"
+                raise _unreachable(host, port, why, OTHER_START) from error
     except HostUnreachable:
         connection.close()
         raise
@@ -140,7 +140,7 @@ def _unreachable(host: HostConfig, port: int, why: str, remedy: str = "") -> Hos
 
 
 class _Fullness(asyncio.ReadTransport):
-    """Where a `StreamReader` says that it holds much that is not read yet."""
+    """The transport of a `StreamReader`, which pauses it while much is unread."""
 
     full = False
 
