@@ -255,5 +255,5 @@ def _fast_synch(facts: Mapping[str, HostFacts], hostfile: Hostfile, backend: str
         if on
         else "not set: safe; some machines are several times slower without it",
         remedy="`phalanx net test` measures both ways and says which to write into the hostfile."
-        + (" Leave it out if groups are ended as wedged." if on else ""),
+        + (" Leave it out if steps time out." if on else ""),
     )

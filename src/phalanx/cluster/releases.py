@@ -1,4 +1,4 @@
-"""A host's side of `phalanx install`: releases of phalanx below `~/.phalanx`, one of which is in use.
+"""A host's side of `phalanx install`: releases of phalanx below `~/.phalanx`, with one in use.
 
 ~/.phalanx/venv -> releases/NAME        what commands run; switched at once
 ~/.phalanx/previous -> releases/NAME    what `--rollback` switches to

@@ -45,7 +45,7 @@ LINE_LIMIT = 1 << 24  # bytes
 MAX_KEPT = 1 << 22  # bytes that are kept of one stream, the last ones: the answer comes last
 TEXT_CHARS = 10_000  # of one text in an answer
 MAX_NUMBER = 1 << 63
-SILENCE_S = 60.0  # for a block to be taken, and for the next of several answers
+BLOCK_TIMEOUT_S = 60.0  # for a block to be taken, and for the next of several answers
 EXIT_S = 5.0  # between the end of the answers and that of ssh
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ class Remote:
         """Send one request and yield answers until the generator is closed.
 
         Raises:
-            ClusterError: as `call`; also if the answers end, or none comes for `SILENCE_S`.
+            ClusterError: as `call`; also if the answers end, or none comes for `BLOCK_TIMEOUT_S`.
         """
         doing = f"phalanx host {verb}"
         process = await _started(self.command("host", verb))
@@ -133,7 +133,7 @@ class Remote:
                     await asyncio.gather(process.wait(), reader)
             raise failure(self.name, process.returncode or 0, _text(err), doing=doing)
         except TimeoutError as error:
-            raise silent(self.name, SILENCE_S, _text(err), doing=doing) from error
+            raise silent(self.name, BLOCK_TIMEOUT_S, _text(err), doing=doing) from error
         except ValueError as error:  # of `readline`
             raise failure(self.name, 0, f"a line of more than {LINE_LIMIT} bytes", doing=doing) from error
         finally:
@@ -147,7 +147,7 @@ async def _next_answer(stream: asyncio.StreamReader) -> str | None:
     Raises:
         TimeoutError: none comes, whatever else the host says.
     """
-    async with asyncio.timeout(SILENCE_S):
+    async with asyncio.timeout(BLOCK_TIMEOUT_S):
         async for line in stream:
             if (text := line.decode(errors="replace")).startswith(ANSWER):
                 return text
@@ -211,7 +211,7 @@ async def run(
     Args:
         timeout_s: for its end, once all input is sent.
         doing: names the command in errors.
-        blocks: bytes that follow the payload, each of which must be taken within `SILENCE_S`.
+        blocks: bytes that follow the payload, each of which must be taken within `BLOCK_TIMEOUT_S`.
 
     Raises:
         ClusterError: ssh is missing, or did not end in time.
@@ -222,7 +222,7 @@ async def run(
     pipes = ((process.stdout, out), (process.stderr, err))
     readers = [asyncio.create_task(_collect(*pipe)) for pipe in pipes]  # from the start: a full pipe stops ssh
     try:
-        limit_s = SILENCE_S
+        limit_s = BLOCK_TIMEOUT_S
         await _tell(process.stdin, payload, blocks)
         limit_s = timeout_s
         async with asyncio.timeout(timeout_s):
@@ -273,7 +273,7 @@ async def _tell(stream: asyncio.StreamWriter, payload: bytes, blocks: AsyncItera
     """Write everything, and close the stream.
 
     Raises:
-        TimeoutError: a part was not taken within `SILENCE_S`.
+        TimeoutError: a part was not taken within `BLOCK_TIMEOUT_S`.
     """
     with contextlib.suppress(ConnectionError):  # the host's answer says why
         await _write(stream, payload)
@@ -284,7 +284,7 @@ async def _tell(stream: asyncio.StreamWriter, payload: bytes, blocks: AsyncItera
 
 
 async def _write(stream: asyncio.StreamWriter, data: bytes) -> None:
-    async with asyncio.timeout(SILENCE_S):
+    async with asyncio.timeout(BLOCK_TIMEOUT_S):
         stream.write(data)
         await stream.drain()
 

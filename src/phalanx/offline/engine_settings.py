@@ -52,7 +52,7 @@ def check_engine(config: EngineConfig) -> EngineConfig:
 
 
 def check_start(config: EngineConfig, path: Path, *, is_here: bool = True) -> None:
-    """Refuse flags that the model or this machine cannot follow, before ranks start, each of which would say so.
+    """Refuse flags that the model or this machine cannot follow, before ranks start and each reports them.
 
     Args:
         path: the model's directory. The ranks report what is wrong with its files.

@@ -26,7 +26,7 @@ ANSWER_S = 5.0  # for an answer that takes the other end no work
 FRAME_LIMIT = 1 << 20  # bytes per message, either way
 MAX_UNSENT = 1 << 22  # bytes of output that wait for a slow network: some 40,000 lines
 KEEP_ALIVE_S = 0.5  # between two `KeepAlive` messages
-SILENT_S = 2.5  # without a message the other end counts as gone; a little longer than between ranks
+HEARTBEAT_TIMEOUT_S = 2.5  # without a message the other end counts as gone; a little longer than between ranks
 
 AgentPath = Annotated[str, Meta(pattern=r"^/[^\x00-\x1f\x7f]*\Z", max_length=4096)]
 """A whole path, so that it can be no option and no separator of the command lines that it becomes a part of."""

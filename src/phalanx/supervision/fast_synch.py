@@ -55,5 +55,5 @@ def advise(found: FastSynch) -> str:
     gain = found.off_ms / found.on_ms
     times = f"a step takes {found.on_ms:.2f} ms with it and {found.off_ms:.2f} ms without"
     if gain >= PAYS:
-        return f"{on}: {times}. Take it out again if groups are ended as wedged: MLX's authors call it buggy."
+        return f"{on}: {times}. Take it out again if steps time out: MLX's authors call it buggy."
     return f"{off}: {times}, which is not worth the risk of a deadlock."

@@ -2,8 +2,8 @@
 
 The agent listens on one address and takes commands from the first host of its cluster alone. It starts a rank or Open
 MPI's daemon (`programs.py`), copies the process's output to the server and to its own stderr, and reports the exit
-status. When the connection closes or is silent for `SILENT_S`, the agent ends the process: the server is gone, and the
-next one starts all ranks anew.
+status. When the connection closes or is silent for `HEARTBEAT_TIMEOUT_S`, the agent ends the process: the server is
+gone, and the next one starts all ranks anew.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from phalanx.dist.ports import free_ports
 from phalanx.errors import ConfigError, ExitCode, FrameError
 from phalanx.private_files import is_open_to_others
 from phalanx.supervision.agent_protocol import (
-    SILENT_S,
+    HEARTBEAT_TIMEOUT_S,
     AgentConnection,
     AgentWelcome,
     AskPorts,
@@ -123,7 +123,7 @@ class Agent:
         process: _AgentProcess | None = None
         try:
             while True:
-                async with asyncio.timeout(SILENT_S):
+                async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
                     message = await connection.receive()
                 match message:
                     case None:
