@@ -85,7 +85,7 @@ PURE = (
     ),
     *(f"dist/{name}.py" for name in "stage_frames stall topology".split()),
     *(f"server/endpoints/{name}.py" for name in "migration determinism_key".split()),
-    "model/gguf/gguf_header.py", "model/gguf/gguf_pretokenizers.py",
+    "model/gguf/gguf_header.py", "model/gguf/gguf_pretokenizers.py", "model/model_limits.py",
     *(f"supervision/{name}.py" for name in "fast_synch rank_log restarts".split()),
     "text/schema_places.py", "text/stop_strings.py",
 )  # fmt: skip

@@ -20,10 +20,7 @@ CHARACTER, LINE, MARGIN = 8.4, 20, 18  # pixels, at a font size of 14
 SHOWN = (
     (r"^\$ ", "command"),
     (r"^(Installing|Compiling|Taking|pulling) ", "quiet"),
-    (r"^rank \d: joined", "quiet"),
-    (r"^rank \d: kernels", "quiet"),
     (r"^rank \d: context", "quiet"),
-    (r"^rank \d: self-test", "quiet"),
     (r"^serving at", "plain"),
     (r"^(you|model) | \S", "talk"),
     (r"^kill -9 ", "command"),

@@ -59,7 +59,7 @@ class Flag(Struct, frozen=True):
     metavar: str | None = None
     """Placeholder of the value, where its type does not say it."""
     default: str | None = None
-    """What happens without the flag, in words, where the default alone does not say it."""
+    """The default in words, where its value alone does not say what happens."""
     variable: str | None = None
     """Environment variable that counts where the flag is not given."""
     is_file: bool = False
@@ -136,13 +136,13 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     pp_split: Annotated[tuple[Count, ...] | None, Flag("Ranks", metavar="N,N...", default="by cost and memory")] = None
     """Layers of each stage, the one with the embedding first."""
     pp_activation_dtype: Annotated[ActivationDtype, Flag("Ranks")] = "model"
-    """Type of the numbers that stages hand on; `model` is exact, another one halves what is sent, or rounds."""
+    """dtype of the hidden states sent between stages; `model` is exact, others send less and round."""
     backend: Annotated[BackendChoice, Flag("Ranks")] = "auto"
-    """What carries the sums over ranks; `auto` takes the best that is installed and logs why."""
+    """Collective backend of the all-reduces; `auto` takes the best one installed and logs why."""
     collective: Annotated[Collective, Flag("Ranks")] = "auto"
     """All-reduce algorithm of mpi: star gathers on one rank, ring passes round."""
     check_collectives: Annotated[bool, Flag("Ranks")] = True
-    """A checksum and a tag on every sum, checked before a token of the step is committed."""
+    """A checksum and a tag on every all-reduce, verified before a token of the step is committed."""
     join_seconds: Annotated[float, Meta(ge=1.0), Flag("Ranks")] = 60.0
     """Seconds in which ranks must find each other at start."""
     heartbeat_timeout_seconds: Annotated[float, Meta(ge=0.5), Flag("Ranks")] = 2.0
@@ -166,7 +166,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
 
 
 class GroupConfig(Struct, frozen=True, kw_only=True):
-    """What makes rank processes one group; without it, a rank is a group of its own.
+    """Settings that join rank processes to one group; without them, a rank is a group of its own.
 
     Travels as JSON on the command line of `phalanx rank`.
     """

@@ -197,7 +197,7 @@ def _in_library() -> str | None:
 def _unusable(folder: str) -> str:
     """Why sockets cannot be made in a directory; empty if they can."""
     if not Path(folder).is_dir():
-        return "is no directory"
+        return "is not a directory"
     if not os.access(folder, os.W_OK | os.X_OK):
         return "may not be written to"
     if folder != LAST_RESORT and is_open_to_others(Path(folder)):

@@ -1,7 +1,7 @@
 """All errors of phalanx, a class before those below it, and the exit codes of its processes.
 
-Every error has a message that names the cause and a `remedy` that says what to do. Does not know HTTP: the table of
-status codes is in `http/error_responses.py`.
+Every error has a message that names the cause and a `remedy` that says what to do. HTTP status codes are in
+`http/error_responses.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class WeightsError(ModelError):
 
 
 class MemoryShortage(PhalanxError):
-    """Loading or serving would cross the memory guard; the message has what is needed, available and guarded."""
+    """Loading or serving would cross the memory guard; the message has the needed, available and guarded memory."""
 
 
 class InvalidRequest(PhalanxError):
@@ -63,11 +63,11 @@ class UnknownModel(InvalidRequest):
 
 
 class UnknownPath(InvalidRequest):
-    """Nothing is at the path of the request."""
+    """The request's path does not exist."""
 
 
 class WrongMethod(InvalidRequest):
-    """What is at the path of the request takes other methods; `allowed` has them."""
+    """The request's path takes other methods; `allowed` has them."""
 
     def __init__(self, message: str, *, allowed: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -87,7 +87,7 @@ class ForbiddenHost(InvalidRequest):
 
 
 class AdminKeyRefused(InvalidRequest):
-    """No admin key, or a wrong one, where a header asks for what only a gateway may have."""
+    """No admin key, or a wrong one, with a header that only a gateway may send."""
 
 
 class GrammarRefused(InvalidRequest):
@@ -203,7 +203,7 @@ class StageLinkError(EngineError):
 
 
 class FrameCorrupted(StageLinkError):
-    """A frame's checksum is wrong: a bit is not what was sent."""
+    """A frame's checksum is wrong: a bit changed in transit."""
 
 
 class FrameLost(StageLinkError):

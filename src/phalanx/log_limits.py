@@ -15,12 +15,12 @@ from typing import TextIO
 PERIOD_S = 10.0  # in which repetitions are counted: a person who watches the log sees within it that they go on
 ALLOWED = 20
 """Lines of one kind that are written in one period: a start, or a fault of 16 ranks, says less about one thing."""
-KINDS = 1000  # kinds that are told apart in one period; more share one count
+KINDS = 1000  # kinds that are counted apart in one period; more share one count
 DIGITS = re.compile(r"\d+")
 KIND_CHARS = 200  # of a line that decide its kind, so that keys of the counts stay short
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL  # a new file: what another user put there is not written to
 MAX_FILE = 32 << 20
-"""Bytes of a log file: months of usual use. With the one before, a log takes twice this."""
+"""Bytes of a log file: months of usual use. With its predecessor, a log takes twice this."""
 
 
 class RepeatCounter:
@@ -37,7 +37,7 @@ class RepeatCounter:
         self._last: dict[str, str] = {}  # kind -> the last line that was left out
 
     def admit(self, kind: str, line: str) -> bool:
-        """Whether this line is to be written. Changes state."""
+        """Count a line. Returns whether to write it. Changes state."""
         if kind not in self._seen and len(self._seen) >= KINDS:
             kind = ""
         self._seen[kind] += 1
@@ -47,22 +47,22 @@ class RepeatCounter:
         return False
 
     def ended(self, *, now: bool = False) -> list[str]:
-        """One line for each kind of which lines were left out, if the period is over. A new period begins then.
+        """If the period is over, one line for each kind that had lines left out; a new period begins.
 
         Args:
             now: the period ends in any case.
         """
         if not now and self._clock() - self._begun < PERIOD_S:
             return []
-        said = [f"(repeated {self._seen[kind] - ALLOWED:,} times: {line})" for kind, line in self._last.items()]
+        lines = [f"(repeated {self._seen[kind] - ALLOWED:,} times: {line})" for kind, line in self._last.items()]
         self._begun = self._clock()
         self._seen.clear()
         self._last.clear()
-        return said
+        return lines
 
 
 def kind_of(line: str) -> str:
-    """What two lines have in common that differ in numbers only."""
+    """The line with its digits masked: equal for lines that differ in numbers only."""
     return DIGITS.sub("0", line[:KIND_CHARS])
 
 

@@ -1,8 +1,8 @@
-"""Physical memory, the memory guard and the memory budgets, all in this one place.
+"""Physical memory, the memory guard and the memory budgets.
 
 Computes with numbers that `psutil` reads from the system (/proc/meminfo, sysctl hw.memsize) and, on Linux, with the
 limit of the container or service: the kernel kills a process that exceeds that limit, however much memory the host has.
-A GPU's limits come from `model/device_memory.py`, in the same form. Does not know MLX.
+A GPU's limits come from `model/device_memory.py`, in the same form.
 """
 
 from __future__ import annotations

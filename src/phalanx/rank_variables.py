@@ -33,7 +33,7 @@ REFUSED = (
     )),
     Rule("it says where files lie", ("HOME", "TMPDIR", "TMP", "TEMP", "XDG_*", "HF_HOME", "LOCPATH")),
 )  # fmt: skip
-"""Names that nothing below allows, with the reason that a person is told."""
+"""Names that nothing below allows, with the reason for the error's text."""
 PLACES = frozenset(
     "AGENT CMD COMMAND CONF CONFIG DIR DIRECTORY DIRS EXEC FILE FILENAME FILES LIB LIBRARIES LIBRARY LIBS PATH PATHS "
     "PLUGIN PLUGINS PRELOAD PROGRAM SCRIPT TMPDIR TUNER URI".split()
@@ -78,7 +78,7 @@ ALLOWED = (
 """What may be set. A name belongs here if no value of it can name code, a file or a program."""
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # halves of surrogates are no text
+CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")  # halves of surrogates are not text
 
 
 def why_refused(name: str) -> str:

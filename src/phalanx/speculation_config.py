@@ -1,4 +1,4 @@
-"""Settings of `--speculative-config`: one class per method. Does not know how tokens are drafted (`spec/`)."""
+"""Settings of `--speculative-config`: one class per method. `spec/` drafts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Speculation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True,
     disable_by_batch_size: Annotated[int, Meta(ge=1)] | None = None
     """Nothing is drafted while more than so many rows decode; None leaves it to the control."""
     control: Control = "cost"
-    """`cost` weighs what is accepted against what a step takes, as measured; `floor` switches off below a rate of
+    """`cost` weighs accepted tokens against the measured time of a step; `floor` switches off below a rate of
     acceptance; `always` verifies every draft."""
     window: Annotated[int, Meta(ge=1, le=100_000)] = 50
     """Verified drafts behind the rolling figures, and behind the rate that `floor` judges."""

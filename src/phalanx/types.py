@@ -1,7 +1,7 @@
 """The data types that the server and the engine share: requests, events, facts about the model, statistics.
 
 Plain msgspec data. The messages at the end travel over the local socket between the server process and the leader
-(`supervision/wire.py` frames them). Does not know HTTP, MLX or processes.
+(`supervision/wire.py` frames them).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -98,12 +99,11 @@ def test_a_broken_model_is_one_error_line_and_its_exit_code(model: Path, tmp_pat
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--tp", "3"], "model cannot be split over 3 ranks: n_kv_heads is 4, which 3 does not divide."),
-        (["--tp", "2", "--kv-cache-gb", "90000"], "model does not fit: "),
-        (["--max-model-len", "99999"], "--max-model-len 99999 is beyond the model's own context"),
+        (["--tp", "8"], "model cannot be split over 8 ranks: a part of a matrix would end inside a quantisation group"),
+        (["--tp", "2", "--memory-guard-gb", "90000"], "model does not fit: "),
     ],
 )
-def test_the_error_of_a_wrong_flag_stands_once_however_many_ranks_have_it(flags: list[str], said: str) -> None:
+def test_an_error_that_the_ranks_find_stands_once_however_many_have_it(flags: list[str], said: str) -> None:
     ended = phalanx("serve", "demo", "--port", "0", *SMALL, *flags)
     assert ended.returncode in (ExitCode.CONFIG, ExitCode.MEMORY)
     assert " ".join(ended.stderr.split()).count(said) == 1, ended.stderr
@@ -111,7 +111,50 @@ def test_the_error_of_a_wrong_flag_stands_once_however_many_ranks_have_it(flags:
     assert "exited with non-zero status" not in ended.stderr, "mpirun's word for it"
     assert "loading 0" not in ended.stderr, "no weight was read"
     assert ended.stderr.count("  weights  working ") <= 1, "the table of memory stands in the error alone"
-    assert ": joining " not in ended.stderr and "rank 1: joined" not in ended.stderr
+    assert ": joining " not in ended.stderr and ": joined" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--tp", "3"], "model cannot be split over 3 ranks: it has 8 attention heads and 4 key-value heads"),
+        (["--tp", "16"], "model cannot be split over 16 ranks: it has 8 attention heads and 4 key-value heads"),
+        (["--pp", "16"], "--pp 16 needs a model of 16 layers at least; this one has 8."),
+        (["--max-model-len", "99999"], "--max-model-len 99999 is beyond the model's own context of 4096 tokens."),
+        (["--tp", "2", "--kv-cache-gb", "90000"], "--kv-cache-gb 90000 for each of 2 ranks is more than this machine"),
+    ],
+)
+def test_a_flag_beyond_the_model_or_the_machine_is_one_error_before_ranks_start(flags: list[str], said: str) -> None:
+    ended = phalanx("serve", "demo", "--port", "0", *SMALL, *flags)
+    assert ended.returncode in (ExitCode.CONFIG, ExitCode.MEMORY)
+    assert ended.stderr.startswith(f"error: {said}"), ended.stderr
+    assert len(ended.stderr.splitlines()) == 2, "a sentence and its remedy"
+    assert "rank 0" not in ended.stderr and "ranks over" not in ended.stderr
+
+
+def test_a_good_start_writes_few_lines_and_ready_last() -> None:
+    command = [sys.executable, "-m", "phalanx", "serve", "demo", "--tp", "2", "--port", "0", *SMALL]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert server.stdout is not None
+    limit = threading.Timer(LIMIT_S, server.kill)
+    limit.start()
+    lines: list[str] = []
+    try:
+        for line in server.stdout:
+            lines.append(line)
+            if "is ready" in line:
+                break
+    finally:
+        limit.cancel()
+        server.terminate()
+        rest = server.communicate(timeout=60)[0]
+    assert re.fullmatch(r"phalanx is ready: http://127\.0\.0\.1:\d+/v1 \(model demo\)\n", lines[-1]), lines
+    assert [line for line in lines if line.startswith("rank 0: context ")]
+    details = re.compile(
+        r"rank \d: (joining|joined|before|loading|loaded|self-test|kernels: native|.*model type)|  |\w+ing.*: 0%"
+    )
+    assert not [line for line in lines if details.match(line)], "a busy machine may add a warning, but no details"
+    assert rest == ""
 
 
 def test_chat_with_a_private_server_leaves_nothing_behind(model: Path) -> None:

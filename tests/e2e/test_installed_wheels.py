@@ -201,7 +201,7 @@ def three_ranks_answer(bare: Bare, house: Path, install: Callable[..., Path], py
     megabytes = sum(file.lstat().st_blocks for file in phalanx.parents[1].rglob("*")) >> 11
     print(f"{install.__name__}, {python}: {time.monotonic() - began:.0f} s, {megabytes} MB")
     bare.environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(house)}
-    with bare.serving(phalanx, "serve", "smollm2", "--tp", "3", "--port", "0") as (url, log):
+    with bare.serving(phalanx, "serve", "smollm2", "--tp", "3", "--port", "0", "--log-level", "debug") as (url, log):
         assert "Paris" in answer(url, "What is the capital of France?")
     said = log.read_text()
     assert "rank 0: kernels: native: " in said and "3 ranks over mpi: Open MPI is installed" in said

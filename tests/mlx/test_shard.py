@@ -16,14 +16,28 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 from support.active_memory import active_memory
-from support.models import make_model
-from support.splitting import CHECKED, KINDS, NO_RECIPE, OVERRIDES, SPLIT, UNCHECKED, Board, HandReducer, Ranks
+from support.families import FAMILIES
+from support.models import WEIGHTS, Weights, build, make_config, make_model
+from support.splitting import (
+    CHECKED,
+    KINDS,
+    NO_RECIPE,
+    OVERRIDES,
+    SPLIT,
+    UNBUILDABLE,
+    UNCHECKED,
+    Board,
+    HandReducer,
+    Ranks,
+)
 
+from phalanx.config import EngineConfig
 from phalanx.errors import ModelUnsupported, WeightsError
 from phalanx.model.loading import shard
 from phalanx.model.loading.load import Prepared, prepare
 from phalanx.model.loading.shard import StubGroup
 from phalanx.model.loading.weights import read_headers
+from phalanx.model.model_limits import check_limits
 from phalanx.model.modules import copy_structure
 
 soak = pytest.mark.soak
@@ -327,3 +341,16 @@ def test_a_copy_shares_weights_but_not_changes(tmp_path: Path) -> None:
     for array in parameters(spare).values():
         array /= 2
     assert all(np.array_equal(np.array(array), expected[name]) for name, array in parameters(model).items())
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - UNBUILDABLE.keys()))
+def test_config_json_alone_refuses_no_split_that_the_model_has(family: str) -> None:
+    config = make_config(family)
+    model = build(config, WEIGHTS.get(family, Weights()))
+    try:
+        degrees = shard.degrees(model, family)
+    except ModelUnsupported:
+        degrees = [1]
+    for ranks in degrees:
+        check_limits(EngineConfig(model="m", tensor_parallel_size=(ranks,)), config, family)
+    check_limits(EngineConfig(model="m", pipeline_parallel_size=len(getattr(model, "layers", [0]))), config, family)

@@ -158,7 +158,7 @@ def test_on_macos_state_lies_in_the_library(monkeypatch: pytest.MonkeyPatch, tmp
 def test_runtime_dir_says_why_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", "/nonexistent")
     monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(ConfigError, match="/nonexistent is no directory, /tmp may not be written to"):
+    with pytest.raises(ConfigError, match="/nonexistent is not a directory, /tmp may not be written to"):
         runtime_dir()
 
 

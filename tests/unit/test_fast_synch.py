@@ -23,7 +23,7 @@ WRITE, LEAVE = 'write "envs": ["MLX_METAL_FAST_SYNCH=1"]', "leave MLX_METAL_FAST
     ("off_ms", "on_ms", "problem", "says"),
     [
         (10.0, 2.0, "", [WRITE, "2.00 ms with it and 10.00 ms without"]),
-        (1.2, 1.0, "", [WRITE, "Take it out again if groups are ended as wedged"]),
+        (1.2, 1.0, "", [WRITE, "Take it out again if steps time out"]),
         (1.1, 1.0, "", [LEAVE, "not worth the risk"]),
         (1.0, 5.0, "", [LEAVE]),
         (1.0, None, "rank 1 is stuck.", [LEAVE, "with it the self-test failed (rank 1 is stuck)."]),

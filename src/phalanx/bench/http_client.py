@@ -175,7 +175,7 @@ async def stream_chat(
     """Post `body` as a streaming request and read the answer to its end.
 
     Args:
-        on_text: is told of each further part of the answer's content.
+        on_text: gets each further part of the answer's content.
         on_reasoning: the same of its reasoning.
         on_call: the same of its calls: the name of one that begins, else empty, and a part of the arguments, JSON.
 
@@ -223,7 +223,7 @@ class _Usage(Struct):
 
 
 class _Event(Struct):
-    """What is used of an event."""
+    """The fields of an event that this client reads."""
 
     error: Any = None
     choices: list[_Choice] | None = None

@@ -1,6 +1,6 @@
 """Names of GGUF files: of the parts of a model, and of a repository's quantisations as llama.cpp and Ollama write them.
 
-Pure; does not know which files there are.
+Pure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 MAX_PARTS = 1000
 QUANT = re.compile(r"(?:UD-)?(?:I?Q\d\w*|TQ\d_\d|MXFP4\w*|BF16|FP?16|FP?32)", re.ASCII | re.IGNORECASE)
 DEFAULTS = ("Q4_K_M", "Q4_0")
-"""What a name without a quantisation means, if the repository has it; as llama.cpp. Else its first file."""
+"""The quantisation of a name without one, if the repository has it; as llama.cpp. Else its first file."""
 NO_MODELS = ("mmproj", "imatrix")
 """Words in the names of files that lie beside models: projectors of images, statistics."""
 

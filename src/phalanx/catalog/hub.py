@@ -1,11 +1,11 @@
-"""Downloads a model from the hub into the hub's cache, and says in words why it could not.
+"""Downloads a model from the hub into the hub's cache, and explains failures.
 
 The hub's client asks and retries. Here is what it leaves out: the disk is measured first; a file goes on where a killed
 download stopped, and gets no more bytes than the hub says that it has; each is compared with the checksum that the hub
 names before it gets its name; the snapshot's directory comes last, so that no part of a model bears the model's name.
 
-The hub may be a mirror that lies (HF_ENDPOINT). Its names and checksums become paths: what is none is refused. The
-client's own download puts files where a header (ETag) says, wherever that is, and so is not used.
+The hub may be a mirror that lies (HF_ENDPOINT). Its names and checksums become paths, so malformed ones are
+refused. The client's own download trusts a header (ETag) with the path of a file, and so is not used.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHA1 = re.compile("[0-9a-f]{40}")
 SHA256 = re.compile("[0-9a-f]{64}")
 NO_NAMES = frozenset(("", ".", ".."))  # between the slashes of a file's name
 NO_LIST = (AssertionError, AttributeError, LookupError, RecursionError, TypeError)
-"""What the hub's client raises where an answer is JSON of another kind."""
+"""Errors of the hub's client where an answer is JSON of another kind."""
 MAX_QUOTED = 500  # characters of an error of the client, which quotes the hub
 
 
@@ -149,7 +149,7 @@ def _fetch(listing: Listing, patterns: Sequence[str], report: Report) -> Path:
 
 
 def _checked_list(model: str, found: Any) -> list[Any]:
-    """The files of a repository, of which names and checksums become paths.
+    """The files of a repository; their names and checksums become paths.
 
     Raises:
         ModelError: the commit, or a file's name, checksum or size is none.
@@ -165,7 +165,7 @@ def _checked_list(model: str, found: Any) -> list[Any]:
     if wrong:
         raise ModelError(
             f"The hub's list of {model} has what no repository has: {wrong[0][:MAX_QUOTED]!r}.",
-            remedy="Check HF_ENDPOINT, if it is set: this is no answer of a model hub.",
+            remedy="Check HF_ENDPOINT, if it is set: this is not the answer of a model hub.",
         )
     return listed
 
@@ -369,10 +369,10 @@ def explain(model: str, revision: str | None, error: Exception) -> ModelError:
             remedy=f"{did_you_mean(model)}Check the network, or copy the model to a directory and give its path; "
             f"`{PACKAGED}` needs no hub.",
         )
-    said = " ".join(str(error).split())[:MAX_QUOTED]
+    text = " ".join(str(error).split())[:MAX_QUOTED]
     of_file = isinstance(error, OSError) and isinstance(error.filename, str)
     return ModelNotFound(
-        f"{model} could not be fetched from the hub: {type(error).__name__}: {said}",
+        f"{model} could not be fetched from the hub: {type(error).__name__}: {text}",
         remedy="Make it writable for this user, or set HF_HOME to another directory."
         if of_file
         else "Try again later, or copy the model to a directory and give its path.",

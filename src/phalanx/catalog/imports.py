@@ -1,4 +1,4 @@
-"""Where models lie that were imported from files of other programs, each under a name made of its content.
+"""Directories of models imported from files of other programs, each named by a hash of its content.
 
 A folder `.part-NAME` holds everything of an import that is not finished. `model/gguf/gguf_import.py` makes both.
 """
@@ -34,7 +34,7 @@ class FileState(Struct, frozen=True):
 
 
 class Origin(Struct, frozen=True, kw_only=True):
-    """What a model was imported from, and what that has cost."""
+    """The source of an imported model, and the cost of the import."""
 
     sha256: str  # of the file; of several, that of their digests
     hub: str = ""  # repository:quantisation
@@ -84,7 +84,7 @@ def imported_models(*, begun: bool = False) -> Iterator[tuple[Path, Origin]]:
 
 
 def origin_of(directory: Path) -> Origin | None:
-    """What a model is made from; None if it was removed at this moment, or is not an import's."""
+    """The source of a model; None if it was just removed, or was not imported."""
     try:
         return msgspec.json.decode((directory / ORIGIN).read_bytes(), type=Origin)
     except (OSError, ValueError):
@@ -101,7 +101,7 @@ def imported_file(file: Path) -> Path | None:
 
 
 def without_file(file: Path) -> str:
-    """What to do where a GGUF file is missing: it may have been deleted once it was imported."""
+    """The remedy for a missing GGUF file, which may have been deleted after its import."""
     path = _text(file)
     names = (folder.name for folder, _ in imported_models() if path in [at.file for at in recorded_files(folder)])
     return f"It was imported as {name}: use this name." if (name := next(names, "")) else "Check the path."

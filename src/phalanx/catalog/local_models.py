@@ -44,7 +44,7 @@ NEEDED = (
 """The files in a model's directory that serving reads: those that mlx-lm downloads from a repository."""
 HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
 WORD = re.compile(r"[\w.+-]{1,64}")
-MAX_CONTEXT = 1 << 31  # tokens; from here on it is no context's length
+MAX_CONTEXT = 1 << 31  # tokens; larger numbers are not a context's length
 PART = ".part"
 """Suffix of a file that is not downloaded to its end."""
 
@@ -128,7 +128,7 @@ def path_of(name: str) -> Path:
 
 
 class Meaning(Struct, frozen=True):
-    """What a model's name means: a directory or a file, or a repository of the hub."""
+    """The meaning of a model's name: a directory or a file, or a repository of the hub."""
 
     kind: Literal["demo", "packaged", "directory", "file", "imported", "hub"]
     path: Path = Path()
@@ -136,7 +136,7 @@ class Meaning(Struct, frozen=True):
 
 
 def meaning_of(name: str) -> Meaning:
-    """What a name means, whether or not that is on this machine. Names that could mean several things mean the first.
+    """The meaning of a name, also of a model that is not on this machine. An ambiguous name has the first meaning.
 
     Raises:
         ModelNotFound: of `path_of`.
@@ -203,7 +203,7 @@ def find(name: str) -> LocalModel:
 
 
 def _how_to_find(name: str) -> str:
-    """What to do about a name that is not on this machine."""
+    """The remedy for a model that is not on this machine."""
     here = "`phalanx list` shows what is here."
     is_file = path_of(name).is_file()  # a GGUF file, to be imported
     if is_gguf_path(name) and not is_file:
@@ -315,7 +315,7 @@ def _imported(path: Path) -> LocalModel:
 
 
 def _begun_import(path: Path) -> LocalModel:
-    """An import that has begun: its downloaded files and what is made of them so far."""
+    """An unfinished import: its downloaded files and the files made of them so far."""
     size = sum(file.stat().st_blocks * 512 for file in path.rglob("*") if file.is_file())
     return LocalModel(name=source_of(path), path=path, bytes=size, lacks="model.safetensors")
 

@@ -1,4 +1,4 @@
-"""Runs pip or uv, which fetch packages from the index that the user has set, and says in one line why they failed."""
+"""Runs pip or uv, which fetch packages from the index that the user has set, and reports a failure in one line."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def _reason(stderr: str, stdout: str) -> str:
     """pip's last word is that it found nothing, whether the index lacks the package or cannot be reached."""
     lines = [line for line in f"{stdout}\n{stderr}".splitlines() if line.strip()] or ["no reason was given"]
     heads = [number for number, line in enumerate(lines) if ERROR.match(line)]
-    said = ERROR.sub("", " ".join(" ".join(lines[heads[-1] if heads else -1 :]).split()), count=1)
-    said = ADVICE.split(said)[0]
+    text = ERROR.sub("", " ".join(" ".join(lines[heads[-1] if heads else -1 :]).split()), count=1)
+    text = ADVICE.split(text)[0]
     broken = BROKEN.findall(stderr)
-    if broken and NOTHING_FOUND in said:
-        said = f"the package index cannot be reached: {_words(broken[-1])}"
-    return said[:CHARS]
+    if broken and NOTHING_FOUND in text:
+        text = f"the package index cannot be reached: {_words(broken[-1])}"
+    return text[:CHARS]
 
 
 def _words(error: str) -> str:

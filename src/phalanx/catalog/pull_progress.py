@@ -1,4 +1,4 @@
-"""How far a download is, in the words of Ollama's `/api/pull`, which clients of Ollama draw as a bar per file."""
+"""Progress of a download in the form of Ollama's `/api/pull`, which Ollama's clients draw as a bar per file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The short names of models, all in one table. Does not know which models are on this machine."""
+"""The short names of models, all in one table."""
 
 from __future__ import annotations
 

@@ -140,8 +140,8 @@ def talk(server: ServerAddress, model: str | None, session: ChatSession) -> int:
                 break
             continue
         session.ask(line)
-        said: list[str] = []
-        view = View(said)
+        parts: list[str] = []
+        view = View(parts)
         try:
             try:
                 exchange = asyncio.run(_answer(server, session.body(model), view))
@@ -153,7 +153,7 @@ def talk(server: ServerAddress, model: str | None, session: ChatSession) -> int:
             note("(interrupted)")
         except RequestFailed as error:
             report(error)
-        session.answered("".join(said))
+        session.answered("".join(parts))
     return ExitCode.OK
 
 
@@ -207,11 +207,11 @@ class View:
     """Shows an answer while it comes: the text, and dimmed what surrounds it, reasoning and calls of tools.
 
     Args:
-        said: gets the parts of the text.
+        parts: gets the parts of the text.
     """
 
-    def __init__(self, said: list[str]) -> None:
-        self._said = said
+    def __init__(self, parts: list[str]) -> None:
+        self._parts = parts
         self._aside = False  # the last thing shown was not the text
         self._wrap = WordWrap(sys.stdout)
 
@@ -220,16 +220,16 @@ class View:
         if self._aside:
             self._show(self._wrap.add("\n\n"))
         self._aside = False
-        self._said.append(text)
+        self._parts.append(text)
         self._show(self._wrap.add(text))
 
     def end(self) -> None:
-        """Show what was held back, the last word."""
+        """Show the last word, which was held back."""
         self._show(self._wrap.end())
 
     def reasoning(self, text: str) -> None:
         """Show a further part of the reasoning."""
-        self._show_aside(text, new_line=not self._aside and bool(self._said))
+        self._show_aside(text, new_line=not self._aside and bool(self._parts))
 
     def call(self, name: str, arguments: str) -> None:
         """Show a further part of a call, which has a name if it is the first one."""
@@ -237,7 +237,7 @@ class View:
 
     @property
     def _nothing_yet(self) -> bool:
-        return not self._said and not self._aside
+        return not self._parts and not self._aside
 
     def _show_aside(self, text: str, *, new_line: bool) -> None:
         if new_line:

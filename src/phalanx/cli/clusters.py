@@ -87,7 +87,7 @@ def chosen(argument: Path | None, option: Path | None, names: str | None, count:
 
 
 class RankPlace(Struct, frozen=True):
-    """What /health says of where a rank is."""
+    """A rank's host, stage and layers, as in /health."""
 
     rank: int
     stage: int = 0
@@ -123,7 +123,7 @@ def status_table(
     host = found.get(layout.gateway)
     if gateway is not None and not isinstance(host, ClusterError | str):
         cells = _cells(layout.gateway, gateway.process)
-        used = [name for name, said in gateway.replicas.items() if said == "ok"]
+        used = [name for name, state in gateway.replicas.items() if state == "ok"]
         if len(used) < len(gateway.replicas):
             cells[1] = f"[yellow]{len(used)} of {len(gateway.replicas)} replicas[/]"
         table.add_row("gateway", *none, *cells)

@@ -1,6 +1,6 @@
 """One command's words as typer parses them: its help, and errors for words that it does not take.
 
-Does not know values: typer checks those by what `setting_flags.py` declares.
+typer checks the values against the declarations of `setting_flags.py`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Command(TyperCommand):
         """Parse the command's words.
 
         Raises:
-            Exit: a word is none of this command's; the error is printed.
+            Exit: this command does not take a word; the error is printed.
         """
         if not ctx.ignore_unknown_options:
             try:
@@ -105,7 +105,7 @@ class Command(TyperCommand):
         return self.name == "up"
 
     def _remedy(self, ctx: Any, name: str) -> str:
-        """What to do about a flag that the command does not have."""
+        """The remedy for a flag that the command does not have."""
         shown = [spelled for option in self._options(ctx) if not option.hidden for spelled in option.opts]
         if self._is_up and name in serve_flags():
             return f"It is a flag of `phalanx serve`, and stands after `--`: `{AFTER_DASHES} {name} ...`."
@@ -156,11 +156,11 @@ def check_serve_words(words: Sequence[str]) -> None:
 
 
 OTHERS_OF_SERVE = frozenset({"--no-prefix-caching", "--no-enable-prefix-caching", "--attach", "--cluster", "--help"})
-"""Its flags that are no settings."""
+"""Its flags beside the settings."""
 
 
 def serve_flags() -> set[str]:
-    """Every flag of `phalanx serve` that takes a setting, with its short forms; MODEL is none."""
+    """Every flag of `phalanx serve` that takes a setting, with its short forms, without MODEL."""
     return set(_serve_settings())
 
 

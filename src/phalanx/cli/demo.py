@@ -46,7 +46,7 @@ WARM_UP = "Hello!"
 
 
 class Questions(Struct, frozen=True):
-    """What a model is asked, and the ranks that it is served on."""
+    """The questions to a model, and its number of ranks."""
 
     ranks: int  # the fewest above one that the heads can be shared by
     streamed: str
@@ -231,7 +231,7 @@ def _ranks(url: str) -> list[dict[str, Any]]:
 
 
 def _show_ranks(console: Console, url: str) -> None:
-    """Print each rank's steps and checked sums; waits until the ranks have reported them."""
+    """Print each rank's steps and checked all-reduces; waits until the ranks have reported them."""
     deadline = time.monotonic() + REPORT_S
     ranks: list[dict[str, Any]] = []
     while not (ranks and ranks[0]["steps"]) and time.monotonic() < deadline:

@@ -42,7 +42,7 @@ def command(
     hosts: Hosts = None,
     num_ranks: NumRanks = None,
     backend: Annotated[
-        BackendChoice, flag(EngineConfig, "backend", help="What will carry the sums.", rich_help_panel=None)
+        BackendChoice, flag(EngineConfig, "backend", help="Collective backend to check.", rich_help_panel=None)
     ] = "auto",
     pp: Pp = None,
     tp: Tp = None,
@@ -60,7 +60,7 @@ def command(
     file = chosen(hostfile, hostfile_option, hosts, num_ranks)
     words = shape_words(pp, tp, pp_split)
     shape = shape_of(words)
-    shape.widths_of(len(file.hosts))  # what hosts cannot form is said before they are asked
+    shape.widths_of(len(file.hosts))  # refuses shapes that these hosts cannot form, before asking them
     remotes = [Remote(one.ssh, python=python) for one in file.hosts]
     with contextlib.suppress(ClusterError):  # the checks below report a host that does not answer
         file = asyncio.run(addressed(file, remotes))

@@ -43,7 +43,7 @@ def report(results: Mapping[str, Stopped | ClusterError]) -> int:
             console.print(str(result))
             code = ExitCode.CRASH
             continue
-        console.print(f"{name}: {_told(result)}")
+        console.print(f"{name}: {_describe(result)}")
         if result.killed:
             console.print(f"{name}: killed {', '.join(result.killed)}; the next start waits {KILL_HOLD_S:g} s")
         if result.left:
@@ -52,7 +52,7 @@ def report(results: Mapping[str, Stopped | ClusterError]) -> int:
     return code
 
 
-def _told(result: Stopped) -> str:
+def _describe(result: Stopped) -> str:
     if not result.found:
         return "nothing was running"
     before, after = result.before / GB, result.after / GB

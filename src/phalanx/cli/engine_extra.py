@@ -1,4 +1,4 @@
-"""Is phalanx installed with its engine, and what a command says that needs it. Imports nothing of the engine."""
+"""Finds out whether phalanx has its engine; the error of commands that need it. Imports nothing of the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def missing_module() -> str:
 
 
 def refuse(missing: str) -> NoReturn:
-    """End a command that needs the engine, of which a module is missing.
+    """End a command that needs a missing module of the engine.
 
     Raises:
         ConfigError: always.

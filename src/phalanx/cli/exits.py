@@ -1,4 +1,4 @@
-"""What a command ends with: its exit code, after its error was reported."""
+"""Reports a command's error and gives its exit code."""
 
 from __future__ import annotations
 

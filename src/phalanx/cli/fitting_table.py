@@ -74,12 +74,12 @@ class FittingTable:
         filled = [column for column in self._texts if row[column]]
         name = Text(" ").join(row[column] for column in self._keys)
         for number, column in enumerate(filled):
-            said, last = row[column], f"{row[self._keys[-1]].plain}: "
+            text, last = row[column], f"{row[self._keys[-1]].plain}: "
             if number:
-                said = Text.assemble(f"{self._columns[column]}: ", said)
+                text = Text.assemble(f"{self._columns[column]}: ", text)
             else:  # many texts begin with the host's name
-                said = Text.assemble(name, ": ", said[len(last) :] if said.plain.startswith(last) else said)
-            for line_number, line in enumerate(_wrapped(said, width - len(GAP))):
+                text = Text.assemble(name, ": ", text[len(last) :] if text.plain.startswith(last) else text)
+            for line_number, line in enumerate(_wrapped(text, width - len(GAP))):
                 indent = "" if number == line_number == 0 else GAP
                 yield Text.assemble(indent, line, no_wrap=True, overflow="ignore")
 

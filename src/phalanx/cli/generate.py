@@ -1,6 +1,6 @@
 """`phalanx generate`: one prompt, one answer, through the server's own path (parse, journal, decode) without HTTP.
 
-What a flag means is decided where the API's fields are (`server/requests/validate.py`): this file only builds the body.
+`server/requests/validate.py` decides what a flag means, as for the API's fields; this file only builds the body.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SAMPLING = Flags("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed",
 
 
 class Result(Struct, frozen=True, kw_only=True):
-    """What `--json` prints."""
+    """The JSON of `--json`."""
 
     text: str
     tokens: list[int]

@@ -19,7 +19,9 @@ from phalanx.errors import ConfigError, ExitCode
 
 
 def command(
-    names: Annotated[str | None, typer.Argument(metavar="[A,B,..]", help="Names for ssh, the server's first.")] = None,
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[A,B,..]", help="Names for ssh, the server's first.")
+    ] = None,
     check: Annotated[Path | None, typer.Option(metavar="FILE", help="Only check this file.")] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where to write it.", show_default="stdout")
@@ -28,6 +30,7 @@ def command(
     python: Python = "",
 ) -> int:
     """Ask hosts for their addresses and RDMA devices, and write a hostfile that mlx.launch reads as well."""
+    names = _one_argument(words or [])
     if (names is None) == (check is None):
         raise ConfigError(
             "Give host names, or --check FILE.", remedy="For example `phalanx hostfile a,b -o hosts.json`."
@@ -59,6 +62,21 @@ def command(
                 f"--output {output} cannot be written: {error.strerror}.", remedy="Name a file that can be written."
             ) from error
     return ExitCode.OK
+
+
+def _one_argument(words: list[str]) -> str | None:
+    """The hosts' names, which are one argument as in the flags of other commands.
+
+    Raises:
+        ConfigError: there are several arguments.
+    """
+    if len(words) > 1:
+        raise ConfigError(
+            f"The hosts are one argument, with commas and without blanks, but here are {len(words)}.",
+            remedy=f"`phalanx hostfile {','.join(word.strip(',') for word in words)}` asks these hosts, "
+            "`phalanx hostfile --check FILE` checks a hostfile.",
+        )
+    return words[0] if words else None
 
 
 def _check_output(output: Path, *, force: bool) -> None:

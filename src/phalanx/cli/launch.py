@@ -1,5 +1,4 @@
-"""`phalanx launch`: starts a coding agent with the settings that make it work with a server. Does not know the settings
-(`launchers.py`)."""
+"""`phalanx launch`: starts a coding agent with the settings for a server (`launchers.py`)."""
 
 from __future__ import annotations
 

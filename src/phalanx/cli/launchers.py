@@ -1,4 +1,4 @@
-"""What each coding agent must be told so that it works with a server of phalanx: words, environment, settings."""
+"""The command line, environment and settings with which each coding agent works with a server of phalanx."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ COMMANDS = {
     "chat": "Talk to a model, or to a running server, in this terminal.",
     "launch": "Start a coding agent that works with a server of phalanx.",
     "demo": "Serve a small model, ask it three things, and kill a rank meanwhile.",
-    "selftest": "Test a group of ranks: sums, speed, equal tokens, memory.",
+    "selftest": "Test a group of ranks: all-reduces, speed, equal tokens, memory.",
     "install": "Bring phalanx to hosts through ssh; --upgrade, --rollback.",
     "uninstall": "Delete phalanx on hosts.",
     "up": "Start a cluster: ranks on several hosts, a server on the first.",
@@ -55,7 +55,7 @@ COMMANDS = {
 
 HIDDEN = frozenset({"agent", "host", "rank", "reach"})
 PASSES_ON = frozenset({"up"})
-"""Commands that hand everything after `--` to other commands; they find it in their context's `obj`."""
+"""Commands that pass everything after `--` to other commands; they find it in their context's `obj`."""
 
 TAKES_SEVERAL = {"gateway": "--worker-urls"}
 """Command without arguments -> its flag that takes all words up to the next one, as in the routers of SMG and vLLM."""
@@ -146,7 +146,7 @@ def _divided(asked: str | None, arguments: Sequence[str]) -> tuple[list[str], tu
 
 
 def _undecoded(argument: str) -> str:
-    """What is wrong with an argument that Python could not decode, and whose bytes it keeps; "" if it could."""
+    """Describe an argument that Python could not decode (it keeps the bytes); "" if it could."""
     try:
         argument.encode()
     except UnicodeEncodeError:

@@ -72,8 +72,8 @@ def _verify(wanted: Manifest, remotes: list[Remote]) -> int:
             code = ExitCode.CRASH
         elif found.missing:
             names = ", ".join(missing.path for missing in found.missing)
-            said = f"{host}: {len(found.missing)} of {len(wanted.files)} files are missing or differ: {names}"
-            print(as_entry(said))
+            line = f"{host}: {len(found.missing)} of {len(wanted.files)} files are missing or differ: {names}"
+            print(as_entry(line))
             code = ExitCode.CRASH
         else:
             print(f"{host}: all {len(wanted.files)} files are the same")

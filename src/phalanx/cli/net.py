@@ -48,7 +48,7 @@ def command(
     netmask: Annotated[int, typer.Option(**whole(8, 30), help="setup: bits of each cable's network.")] = 30,
     persist: Annotated[bool, typer.Option("--persist", help="setup: also after every reboot.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="setup: show the commands, run none.")] = False,
-    backend: Annotated[BackendChoice, typer.Option(help="test: what carries the sums.")] = "auto",
+    backend: Annotated[BackendChoice, typer.Option(help="test: collective backend.")] = "auto",
     agent_port: Annotated[int, flag(ClusterConfig, "agent_port", help="test: port of the agents.")] = AGENT_PORT,
     pp: Pp = None,
     tp: Tp = None,
@@ -69,7 +69,7 @@ def command(
         raise ConfigError(f"--node, --persist and --dry-run belong to `net setup`, not to `net {action}`.")
     chosen_hosts = chosen(hostfile, hostfile_option, hosts)
     if action == "undo":
-        return _told(asyncio.run(undo([Remote(host.ssh, python=python) for host in chosen_hosts.hosts])))
+        return _report_undone(asyncio.run(undo([Remote(host.ssh, python=python) for host in chosen_hosts.hosts])))
     if len(chosen_hosts.hosts) < 2:
         raise ConfigError(
             "net test measures links between hosts, and here is one host only.",
@@ -106,7 +106,7 @@ def _show(plan: Steps) -> None:
         print(f"{plan.host}$ {' '.join(command)}")
 
 
-def _told(found: Mapping[str, Done | ClusterError]) -> int:
+def _report_undone(found: Mapping[str, Done | ClusterError]) -> int:
     code = ExitCode.OK
     for host, done in found.items():
         if isinstance(done, Done):

@@ -1,7 +1,7 @@
 """A private server: `phalanx serve` as a child process, for commands that need a server for a while.
 
-Its stderr goes to a log file. Its address is read from its stdout, which has nothing but the server's own words: in the
-log, a model's files could have their say, and send a conversation and its key elsewhere. The child ends when its stdin
+Its stderr goes to a log file. Its address is read from its stdout, which only the server writes: text of a model's
+files in the log could imitate the line and send a conversation and its key elsewhere. The child ends when its stdin
 closes, so that it does not outlive a parent that was killed; unless it is meant to stay (`keep`).
 """
 

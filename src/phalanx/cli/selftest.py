@@ -1,6 +1,6 @@
 """`phalanx selftest`: start a group of ranks, let it test itself, print the figures, end it.
 
-Does not know how the tests are done (`engine/group_selftest.py`).
+`engine/group_selftest.py` has the tests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from phalanx.cli.terminal import LoadingView, PullView, report, set_up_logging
 from phalanx.config import DEFAULT_MODEL, GIB, EngineConfig, LogLevel
 from phalanx.errors import EngineUnavailable, ExitCode
 from phalanx.model.loading.resolve import resolve_models
-from phalanx.offline.engine_settings import check_engine
+from phalanx.offline.engine_settings import check_engine, check_start
 from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.supervision import fast_synch
 from phalanx.supervision.fast_synch import FastSynch
@@ -46,16 +46,18 @@ def command(
     cluster: Annotated[Path | None, typer.Option(hidden=True, help="Hosts of the ranks.")] = None,
     log_level: Annotated[LogLevel, flag(ServerConfig, "log_level")] = "warning",
 ) -> int:
-    """Test a group of ranks: sums of known values, speed, equal tokens, the control connection, memory."""
+    """Test a group of ranks: all-reduces of known values, speed, equal tokens, the control connection, memory."""
     require_engine()
     set_up_logging(log_level)
+    config = check_engine(config)
     with PullView() as view:
-        resolve_models(config, view)
-    return asyncio.run(run(check_engine(config), json, load_cluster(cluster, config.n_ranks)))
+        path = resolve_models(config, view)
+    check_start(config, path, is_here=cluster is None)
+    return asyncio.run(run(config, json, load_cluster(cluster, config.n_ranks)))
 
 
 class Outcome(NamedTuple):
-    """What a group's self-test came to: the figures, or why it failed and the exit code."""
+    """Result of a group's self-test: the figures, or why it failed and the exit code."""
 
     info: ModelInfo | None
     stats: EngineStats | None = None

@@ -18,7 +18,7 @@ from phalanx.config import DEFAULT_MODEL
 from phalanx.errors import ConfigError
 from phalanx.http.listening import is_loopback
 from phalanx.model.loading.resolve import resolve_models, with_imported_names
-from phalanx.offline.engine_settings import check_engine
+from phalanx.offline.engine_settings import check_engine, check_start
 from phalanx.server.outputs.output_formats import reasoning_parsers, tool_parsers
 from phalanx.server.requests.generation_defaults import read_defaults
 from phalanx.server.settings.server_settings import ServerConfig
@@ -87,11 +87,12 @@ def command(
 
 
 def run(config: ServerConfig, attach: Path | None = None, cluster: Path | None = None) -> int:
-    """Serve until told to stop; with `attach`, an engine that comes to this socket; with `cluster`, on its hosts."""
+    """Serve until a signal; with `attach`, an engine that connects to this socket; with `cluster`, on its hosts."""
     if not is_loopback(config.host) and not config.api_key:
         note(f"warning: {config.host} can be reached from other machines, and no --api-key is set")
     with PullView() as view:
         path = resolve_models(config.engine, view)
+    check_start(config.engine, path, is_here=cluster is None)
     template = None
     if config.chat_template is not None:
         template = text_of(Path(config.chat_template), "--chat-template").removeprefix(BYTE_ORDER_MARK)

@@ -6,7 +6,7 @@ A command takes a whole settings object, and `with_settings` gives the command l
     @with_settings
     def command(config: Annotated[EngineConfig, Flags("model", "max_model_len", model="demo")]) -> int: ...
 
-typer parses the flags and writes `--help`. A bad value is answered with the flag, the value and what is allowed.
+typer parses the flags and writes `--help`. The error of a bad value names the flag, the value and the allowed range.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Setting:
         return not (simple or get_origin(self.type) is Literal)
 
     def parameter(self, default: Any) -> inspect.Parameter:
-        """What a command's signature has for this setting; typer makes the flag of it.
+        """The annotation of a command's parameter for this setting; typer makes the flag of it.
 
         Args:
             default: the value without the flag, as the settings class has it.
@@ -337,7 +337,7 @@ def _file_of(name: str) -> str:
 def _template_variables(text: str) -> dict[str, object]:
     try:
         return msgspec.json.decode(text, type=dict[str, object])
-    except (ValueError, RecursionError) as error:  # of msgspec, and of bytes that are no UTF-8
+    except (ValueError, RecursionError) as error:  # of msgspec, and of bytes that are not UTF-8
         raise ConfigError(
             f"--default-chat-template-kwargs {text[:80]!r} is not a JSON object: {error}.",
             remedy="""For example '{"enable_thinking": false}'.""",
@@ -368,7 +368,7 @@ def _counts(given: object, *, single: bool) -> int | tuple[int, ...]:
     """Whole numbers, 1 or more, separated by commas.
 
     Args:
-        single: one number alone is no tuple.
+        single: returns one number alone as an int.
     """
     words = str(given).split(",")
     if not all(word.isascii() and word.isdigit() and int(word[:9]) > 0 for word in words):

@@ -40,7 +40,7 @@ def command(
 
 
 def _origin(path: Path) -> dict[str, str]:
-    """What a model was imported from, and what that has cost."""
+    """The file that a model was imported from, and the cost of the import."""
     origin = origin_of(path)
     if origin is None:
         return {}

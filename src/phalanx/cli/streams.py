@@ -1,4 +1,4 @@
-"""Standard streams that fail no command: closed ones, full disks, readers that have gone, terminals without Unicode."""
+"""Keeps commands alive when a standard stream fails: closed, full disk, reader gone, terminal without Unicode."""
 
 from __future__ import annotations
 

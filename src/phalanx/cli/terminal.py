@@ -1,4 +1,4 @@
-"""What people read: errors, notes, log lines and loading progress on stderr, a model's text on stdout."""
+"""Writes to the terminal: errors, notes, log lines and loading progress on stderr, a model's text on stdout."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ PLAIN_STEP = 0.25  # without a terminal: one line per this share of a phase
 
 def report(error: PhalanxError) -> None:
     """Print an error in red, and its remedy on a second line."""
-    said = fitted(f"error: {as_entry(error.message)}", sys.stderr)
-    print(said.replace("error:", _styled("error:", BOLD_RED), 1), file=sys.stderr)
+    text = fitted(f"error: {as_entry(error.message)}", sys.stderr)
+    print(text.replace("error:", _styled("error:", BOLD_RED), 1), file=sys.stderr)
     if error.remedy:
         print(fitted(f"  {as_entry(error.remedy)}", sys.stderr), file=sys.stderr)
 
@@ -45,7 +45,7 @@ def show(text: str) -> None:
 
 
 def show_dim(text: str) -> None:
-    """As `show`, for what is not the answer itself."""
+    """As `show`, dimmed: for reasoning and other text beside the answer."""
     print(_styled(printable(text), DIM, sys.stdout) if sys.stdout.isatty() else text, end="", flush=True)
 
 
@@ -55,7 +55,7 @@ def show_json(value: object) -> None:
 
 
 def _styled(text: str, style: str, file: TextIO | None = None) -> str:
-    """The text in a terminal's style, or as it is: the file (stderr) is no terminal, or the user wants no colours."""
+    """The text in a style; unchanged if the file (stderr) is not a terminal, or the user wants no colours."""
     file = file or sys.stderr
     plain = not file.isatty() or is_dumb() or environment().get("NO_COLOR")
     return text if plain else f"\033[{style}m{text}\033[0m"
@@ -117,7 +117,8 @@ class LoadingView:
     def _lines(self) -> None:
         show_line = plain_lines()
         while not self._finished(self._engine.state):
-            if (progress := self._engine.state.progress) is not None:  # not what it was before the pause
+            progress = self._engine.state.progress  # not what it was before the pause
+            if progress is not None and progress.done >= PLAIN_STEP * progress.total:  # short phases print nothing
                 show_line(progress)
 
 
@@ -150,7 +151,7 @@ class PullView:
         self._end.close()
 
     def __call__(self, progress: PullProgress) -> None:
-        """Show one line of a pull. That the hub is asked is not worth a line: every start does."""
+        """Show one line of a pull, except that the hub is asked: every start does that."""
         if progress.completed is None:
             if progress.status != ASKING:
                 note(progress.status)

@@ -63,7 +63,7 @@ def command(
         setting(
             EngineConfig,
             "backend",
-            help="What carries the sums.",
+            help="Collective backend of the all-reduces.",
             show_default="the hostfile's, or the best",
             rich_help_panel=None,
         ),
@@ -135,7 +135,7 @@ def command(
             plan, replicas=replicas, gateway_host=gateway_host, flags=flags, keys=clients_keys, admin_key=admin_key
         )
 
-    divided(plan)  # what is wrong is said before hosts are asked for addresses
+    divided(plan)  # raises before hosts are asked for addresses
     return asyncio.run(_up(plan, divided, ssl, skip_checks=skip_checks, foreground=foreground))
 
 

@@ -30,7 +30,7 @@ class CheckResult(Struct, frozen=True, kw_only=True):
 
 
 def good(check: str, seen: str) -> CheckResult:
-    """Nothing is to be done."""
+    """No action is needed."""
     return CheckResult(check=check, level="ok", seen=seen)
 
 
@@ -60,7 +60,7 @@ class ExamineRequest(Struct, frozen=True, kw_only=True):
     gateway: str | None = None  # address that a gateway on this host will bind; None: there is none
     gateway_port: int = GATEWAY_PORT
     has_rank: bool = True  # else there is only the gateway
-    running: bool = False  # a cluster may be running: its processes and ports are no fault then
+    running: bool = False  # a running cluster's processes and ports are not faults
 
 
 class ModelFacts(Struct, frozen=True, kw_only=True):

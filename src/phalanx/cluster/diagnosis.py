@@ -1,6 +1,6 @@
 """Examines all hosts in parallel and compares them with each other. Changes nothing.
 
-Does not know how a host checks itself (`checks.py`).
+`checks.py` has the checks that each host runs on itself.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def wanted(hostfile: Hostfile, *, backend: str, running: bool, **settings: objec
 
 
 def wanted_of(deployment: Deployment) -> list[ExamineRequest]:
-    """The request to each host of what is to be started, in the order of its hosts."""
+    """The check request for each host of the group to start, in the order of its hosts."""
     found = [
         request
         for plan in deployment.groups
@@ -255,5 +255,5 @@ def _fast_synch(facts: Mapping[str, HostFacts], hostfile: Hostfile, backend: str
         if on
         else "not set: safe; some machines are several times slower without it",
         remedy="`phalanx net test` measures both ways and says which to write into the hostfile."
-        + (" Leave it out if groups are ended as wedged." if on else ""),
+        + (" Leave it out if steps time out." if on else ""),
     )

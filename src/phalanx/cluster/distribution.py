@@ -1,6 +1,6 @@
 """Copies a model from this machine to hosts (`model push`): asks which files each lacks, sends them by ssh, verifies.
 
-Hosts are served in parallel, each through one connection. Does not know how a host stores files (`file_transfer.py`).
+Serves hosts in parallel, each through one connection. `file_transfer.py` is the hosts' side.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ async def push_to(path: Path, wanted: Manifest, remote: Remote, progress: Progre
         ClusterError: names the host; received bytes stay there.
     """
     found = await remote.call("inventory", wanted, Inventory, timeout_s=_verify_s(wanted))
-    partly = {missing.path: missing.have for missing in found.missing}  # what a host names twice is sent once
+    partly = {missing.path: missing.have for missing in found.missing}  # a file that a host names twice is sent once
     todo = [(entry, partly[entry.path]) for entry in wanted.files if entry.path in partly]
     for entry, received in todo:
         if received > entry.bytes:

@@ -1,8 +1,8 @@
 """A host's side of `model push`: lists which files are missing, receives them, verifies them.
 
 A file is received as NAME.part and renamed once its checksum is right, so an interrupted transfer continues where it
-ended, and an incomplete file is never taken for a complete one. Below a model's directory no link is followed where
-something is written: whatever lies there already may be a stranger's.
+ended, and an incomplete file is never taken for a complete one. Writes below a
+model's directory follow no link: another user may have put it there.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _is_complete(file: Path, entry: ModelFile) -> bool:
 
 
 def _own_size(part: Path) -> int:
-    """The size of what was received; 0 if it is no ordinary file of its own."""
+    """Bytes received so far; 0 unless it is an ordinary file without other links."""
     with contextlib.suppress(OSError):
         found = part.lstat()
         return found.st_size if _is_own(found) else 0
@@ -322,7 +322,7 @@ def missing_shards(path: Path, names: Sequence[str]) -> list[str]:
     """The weight files in a model's index that are not among `names`.
 
     Raises:
-        ModelError: the index is no index; names it.
+        ModelError: the index cannot be read; names it.
     """
     index = path / INDEX
     if not index.is_file():

@@ -1,6 +1,6 @@
-"""What a host's Python and system need: which wheels fit, which lines of a lock apply. Pure.
+"""Decides which wheels fit a host's Python and system, and which lines of a lock apply. Pure.
 
-Does not know where wheels come from (`wheelhouse.py`), nor how a host is asked (`installer.py`).
+`installer.py` asks the hosts, `wheelhouse.py` collects the wheels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What runs on this host and how it is: processes, memory, the end of the log, the server's /health.
-
-Looks and changes nothing.
-"""
+"""Reads this host's status: processes, memory, the end of the log, the server's /health. Changes nothing."""
 
 from __future__ import annotations
 
@@ -92,9 +89,9 @@ def gateway_status(run_dir: RunDirectory) -> GatewayStatus | None:
     if (spec := run_dir.read_spec()) is None:
         return None
     body = _ask(spec, run_dir.named()[1])
-    replicas = {str(name): str(said) for name, said in dict(body.get("replicas") or {}).items()}
+    replicas = {str(name): str(state) for name, state in dict(body.get("replicas") or {}).items()}
     where = "{} port {}".format(*_address(spec))
-    down = [f"replica {name} {said}" for name, said in replicas.items() if said != "ok"]
+    down = [f"replica {name} {state}" for name, state in replicas.items() if state != "ok"]
     health = ServerHealth(
         ok=body.get("status") == "ok",
         phase=str(body.get("status", "starting")),
@@ -181,7 +178,7 @@ def final_error(lines: list[str]) -> str:
 
 
 def health(spec: Spec, server: psutil.Process | None) -> ServerHealth:
-    """What this host's server says of its health."""
+    """The server's /health on this host."""
     host, port = _address(spec)
     body = _ask(spec, server)
     if not body:

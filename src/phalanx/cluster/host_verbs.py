@@ -54,7 +54,7 @@ SETTLE_S = 5.0  # longest wait for the system to free the memory of processes th
 
 
 Part = Literal["group", "gateway"]
-"""What may run on a host of one cluster: a server or an agent of a group, and a gateway."""
+"""Roles on a host of a cluster: a server or an agent of a group, and a gateway."""
 
 
 class StopRequest(Struct, frozen=True, kw_only=True):
@@ -66,7 +66,7 @@ class StopRequest(Struct, frozen=True, kw_only=True):
 
 
 class StartedHere(Struct, frozen=True, kw_only=True):
-    """What was started on the host, and may be started again."""
+    """The specifications last started on the host, for a restart."""
 
     specs: list[Spec]
 

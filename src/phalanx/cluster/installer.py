@@ -2,7 +2,7 @@
 
 A host answers in three steps. Its Python runs `host_facts.py`, whose source is in the command; this machine fetches the
 wheels for that platform, once; the host gets a seed, phalanx and two packages unpacked, which receives the wheels as
-`model push` sends files, and installs them (`releases.py`). No word of a host becomes a part of a command.
+`model push` sends files, and installs them (`releases.py`). No text from a host becomes part of a command.
 """
 
 from __future__ import annotations
@@ -139,10 +139,10 @@ class Installer:
         self._manifests: dict[Path, Manifest] = {}
 
     async def install(self, remote: BareHost, *, upgrade: bool) -> tuple[WheelSet, bool]:
-        """Have this machine's phalanx on a host. Returns what it has, and whether it had that before.
+        """Install this machine's phalanx on a host. Returns the installed release, and whether it was there before.
 
         Raises:
-            PhalanxError: names the host, cause and remedy; what was in use there stays in use.
+            PhalanxError: names the host, cause and remedy; the host's current release stays in use.
         """
         facts = await remote.call("facts", {}, HostPlatform)
         try:

@@ -1,8 +1,7 @@
 """Starts, stops and observes a cluster from any machine that can reach its hosts by ssh.
 
-A group's first host gets a supervisor with the server, every other host one with an agent, and the host of a gateway
-one for that. After that, this machine is not needed. Does not know how a host does its part (`host_verbs.py`), nor how
-results are printed (`cli/`).
+A supervisor on the group's first host runs the server, one on every other host runs an agent, and one on the gateway's
+host the gateway. The cluster then runs without this machine. `host_verbs.py` is the hosts' side.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ SSH_MARGIN_S = 60.0  # in addition to a verb's own time limit
 
 
 class Goal(Struct, frozen=True, kw_only=True):
-    """When a cluster, or the part of it that was started, is healthy. Hosts are named as for ssh."""
+    """The state in which a cluster, or its started part, is healthy. Hosts are named as for ssh."""
 
     hosts: tuple[str, ...]  # where something was started
     servers: tuple[str, ...]  # those whose server must be healthy
@@ -152,7 +151,7 @@ def _is_healthy(status: HostStatus | None) -> bool:
 
 
 def _gateway_uses(goal: Goal, cluster: Cluster) -> bool:
-    """Whether the gateway gives requests to the replicas. One that cannot be asked holds nothing up."""
+    """Whether the gateway uses the replicas. An unreachable gateway counts as one that does."""
     if goal.gateway is None or goal.gateway in cluster.problems:
         return True
     if (gateway := cluster.gateway) is None:
@@ -185,11 +184,11 @@ def final_cause(name: str, status: HostStatus) -> StartFailed | None:
     return None
 
 
-def _caused(name: str, said: str, status: HostStatus) -> StartFailed:
-    fault = recognise(said)
+def _caused(name: str, reason: str, status: HostStatus) -> StartFailed:
+    fault = recognise(reason)
     cause, remedy = (fault.cause, fault.remedy) if fault is not None else (status.fault, status.remedy)
     return StartFailed(
-        f"{name}: {said}" + (f" ({cause})" if cause else ""),
+        f"{name}: {reason}" + (f" ({cause})" if cause else ""),
         remedy=remedy or f"`phalanx logs` shows its log ({status.log} there).",
     )
 
@@ -231,7 +230,7 @@ def layout_in(reports: Iterable[HostReport | ClusterError]) -> ReplicaLayout | N
 
 
 async def restart_all(remotes: Sequence[Remote], *, part: str | None, timeout_s: float) -> Goal:
-    """Stop what was started and start it again with the same specifications and new credentials.
+    """Stop the started processes and start them again with the same specifications and new credentials.
 
     Args:
         part: only this replica, or "gateway"; hosts of the others need not answer.
@@ -272,7 +271,7 @@ def _part_of(spec: Spec) -> Part:
 
 
 def goal_of_restart(layout: ReplicaLayout | None, part: str | None, names: Sequence[str]) -> Goal:
-    """What is to be stopped and started, and what has to be healthy in the end.
+    """The parts to stop and start, and the parts that must be healthy in the end.
 
     Args:
         part: a replica, or "gateway"; None: everything.

@@ -1,6 +1,6 @@
 """A host's side of network set-up and link measurements: runs plans, records how to undo them, answers probes.
 
-Does not know how plans are made (`network.py`), nor which hosts are measured (`network_setup.py`).
+`network.py` makes the plans, `network_setup.py` chooses the hosts to measure.
 """
 
 from __future__ import annotations
@@ -153,9 +153,9 @@ def _run(command: list[str]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ClusterError(f"`{' '.join(words)}` could not be run: {error}.") from error
     if done.returncode:
-        said = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["it said nothing"]
+        last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["it said nothing"]
         raise ClusterError(
-            f"`{' '.join(words)}` ended with status {done.returncode}: {said[0]}",
+            f"`{' '.join(words)}` ended with status {done.returncode}: {last[0]}",
             remedy="Allow it in /etc/sudoers (NOPASSWD), or run it by hand." if words[0] == "sudo" else "",
         )
     return " ".join(words)

@@ -36,7 +36,7 @@ class LocalServer(Struct, frozen=True, kw_only=True):
 
     @property
     def names(self) -> set[str]:
-        """What a user may call it."""
+        """Names by which a user may ask for it."""
         called = [self.kind] if self.kind == "gateway" else self.models
         return {str(self.pid), *called, *(address.rpartition(":")[2] for address in self.addresses)}
 

@@ -102,7 +102,7 @@ def physical_bytes() -> int:
 
 
 def rank_memory() -> MachineMemory:
-    """What a rank could use on this machine, as MLX tells a process of its own; without MLX, the host's memory."""
+    """Memory that a rank could use on this machine, as a separate process asks MLX; without MLX, the host's memory."""
     text = tool(sys.executable, "-P", "-m", "phalanx.model.device_memory")
     try:
         return msgspec.json.decode(text, type=MachineMemory)
@@ -111,7 +111,7 @@ def rank_memory() -> MachineMemory:
 
 
 def stage_parts(path: str) -> Parts:
-    """What the model in a directory consists of for its stages, as MLX tells a process of its own.
+    """The parts of a model that stages divide, as a separate process reads them with MLX.
 
     Raises:
         ClusterError: it cannot be cut, or read; says why.

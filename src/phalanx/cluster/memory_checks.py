@@ -1,7 +1,7 @@
-"""The doctor's checks of memory on one host: what has leaked, what the GPU may use, whether a shard fits. Whether
-stages fit is seen from all hosts together (`diagnosis.py`).
+"""The doctor's checks of memory on one host: leaks, the GPU's limit, whether a shard fits. `diagnosis.py` judges
+whether stages fit.
 
-Does not know MLX: it asks a process of its own what a rank could use (`machine.rank_memory`).
+A separate process asks MLX how much a rank could use (`machine.rank_memory`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def with_room(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -
 
 
 def gpu_limit(found: MachineMemory, set_mb: int) -> CheckResult:
-    """How much of a Mac's memory the GPU may use, and what speaks for and against more, and against wiring it.
+    """The part of a Mac's memory that the GPU may use, with reasons for and against more, and against wiring it.
 
     Args:
         found: on Metal.

@@ -2,7 +2,7 @@
 
 A plan is a list of commands per host, which the user sees before they run. This module refuses commands that must never
 be run: `route` (kernel panics), taking an interface down or up (breaks the table of RDMA addresses until a reboot),
-changing network locations (the Wi-Fi drops), and addresses inside the Wi-Fi's network. Does not know ssh; runs nothing.
+changing network locations (the Wi-Fi drops), and addresses inside the Wi-Fi's network. Runs nothing.
 """
 
 from __future__ import annotations

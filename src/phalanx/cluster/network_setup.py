@@ -155,7 +155,7 @@ async def measure_pairs(hostfile: Hostfile, remotes: Sequence[Remote], topology:
 
 
 def slow_links(pairs: Sequence[Pair]) -> list[str]:
-    """What is to be said of links between stages that are much slower than the fastest one: every token waits for the
+    """Warnings about links between stages that are much slower than the fastest one: every token waits for the
     slowest."""
     links = [(pair, pair.measured.gbit_per_s) for pair in pairs if pair.stage is not None and pair.measured is not None]
     fastest = max((speed for _, speed in links), default=0.0)
@@ -179,7 +179,7 @@ async def _measure(one_remote: Remote, other_remote: Remote, address: str) -> Li
 
 
 async def test_group(plan: Plan) -> GroupTest:
-    """Test sums over all ranks with a small model. Leaves nothing running.
+    """Test all-reduces over all ranks with a small model. Leaves nothing running.
 
     Raises:
         ClusterError: a host cannot start its agent, or the test failed; says why.

@@ -1,6 +1,6 @@
-"""What a cluster is to be, and what each of its hosts is given to start.
+"""Plans one group of ranks: what each of its hosts starts, with which flags, files and credentials.
 
-Does not know how hosts are reached (`lifecycle.py`), nor that several groups may serve together (`deployment.py`).
+`lifecycle.py` brings the plan to the hosts; `deployment.py` combines several groups.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def check(plan: Plan) -> Plan:
             )
     if max(shape.widths_of(len(plan.hostfile.hosts))) == 1 < shape.stages and plan.backend != "auto":
         raise ConfigError(
-            f"--backend {plan.backend} says what carries the sums of a stage, but each stage has one host.",
+            f"--backend {plan.backend} is the collective backend of a stage, but each stage has one host.",
             remedy="Leave it out.",
         )
     if len(plan.hostfile.hosts) > MAX_RANKS:
@@ -102,7 +102,7 @@ def port_in(words: Sequence[str], default: int) -> int:
     """The port that the arguments of `serve` or `gateway` name.
 
     Raises:
-        ConfigError: it is no port, or 0.
+        ConfigError: it is not a port, or 0.
     """
     port = flag_value(words, "--port") or str(default)
     if not port.isdecimal() or not 0 < int(port) < 65536:
@@ -134,7 +134,7 @@ def certificate_of(host: Host) -> Certificate:
 
 
 def check_keys(keys: Sequence[str], name: str, words: Sequence[str]) -> None:
-    """Check that the keys of a flag can be handed on in an environment variable, which counts only without a file.
+    """Check that the keys of a flag can be passed in an environment variable, which counts only without a file.
 
     Args:
         words: the other arguments of `serve` or `gateway`.
@@ -153,7 +153,7 @@ def check_keys(keys: Sequence[str], name: str, words: Sequence[str]) -> None:
 
 
 def backend_of(plan: Plan) -> str:
-    """The backend of the flag, else of the hostfile, else auto. Where no stage has several hosts there are no sums, and
+    """The backend of the flag, else of the hostfile, else auto. Stages of one host need no all-reduce, and
     the hostfile's does not matter."""
     if plan.backend != "auto":
         return plan.backend

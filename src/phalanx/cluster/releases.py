@@ -1,4 +1,4 @@
-"""A host's side of `phalanx install`: releases of phalanx below `~/.phalanx`, one of which is in use.
+"""A host's side of `phalanx install`: releases of phalanx below `~/.phalanx`, with one in use.
 
 ~/.phalanx/venv -> releases/NAME        what commands run; switched at once
 ~/.phalanx/previous -> releases/NAME    what `--rollback` switches to
@@ -33,7 +33,7 @@ from phalanx.errors import ClusterError
 WHEELS = ".phalanx/install/wheels"
 """Place of the wheels, relative to a host's home directory."""
 LISTED = "requirements.txt"
-"""File beside them: what is installed, with hashes."""
+"""File beside them: the installed packages, with hashes."""
 LOCKED = "locked.zip"
 """File beside them: the wheels that are not phalanx's own."""
 LAST_LINES = 3  # of pip's in an error
@@ -71,7 +71,7 @@ class InstallFolder:
         """Make a release, unless it is whole, and switch to it.
 
         Raises:
-            ClusterError: pip or the new release failed; what was in use stays in use.
+            ClusterError: pip or the new release failed; the current release stays in use.
         """
         release = self.releases / request.name
         if not ((release / "complete").exists() and _runs(release)):
@@ -146,7 +146,7 @@ class InstallFolder:
                 shutil.rmtree(release)
 
     def remove(self) -> Releases:
-        """Delete what was installed. Logs stay. Returns the names of what there was.
+        """Delete all releases. Logs stay. Returns the names of the deleted ones.
 
         Raises:
             ClusterError: it runs, or another command installs here.

@@ -1,4 +1,4 @@
-"""Which hosts make which replica, and where their gateway runs: what every host of such a cluster keeps."""
+"""Which hosts form which replica, and which host runs the gateway; every host of the cluster keeps this."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ReplicaLayout(Struct, frozen=True, kw_only=True):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Every host, once: those of the replicas, then the gateway's if that is none of them."""
+        """Every host, once: those of the replicas, then the gateway's if it is another one."""
         return tuple(dict.fromkeys([*(host for hosts in self.replicas.values() for host in hosts), self.gateway]))
 
     @property
@@ -33,7 +33,7 @@ class ReplicaLayout(Struct, frozen=True, kw_only=True):
         """The hosts of one replica, in rank order.
 
         Raises:
-            ConfigError: there is none of this name; says which there are.
+            ConfigError: unknown name; lists the known ones.
         """
         if replica not in self.replicas:
             raise ConfigError(f"There is no replica {replica!r}.", remedy=f"There are {', '.join(self.replicas)}.")

@@ -1,6 +1,6 @@
 """The shape of a group that `up` starts: how many stages its hosts form, and how many hosts each has.
 
-Does not know what a stage computes, nor which host is in which one (`dist/topology.py`).
+`dist/topology.py` decides which host is in which stage.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SPLIT_FLAG = "--pp-split"
 
 
 class Shape(NamedTuple):
-    """What the arguments of `serve` say."""
+    """The shape that arguments of `serve` ask for."""
 
     rest: tuple[str, ...]
     """The arguments without --pp and --tp."""

@@ -3,7 +3,7 @@
 A call is `phalanx host VERB` on the host, with one JSON object as input and one as output. Every error names host and
 command and, if `faults` knows it, the cause and the remedy.
 
-The host may be broken, or taken over: its output is limited in bytes and in time, and made printable.
+A broken or hostile host cannot flood this machine: output is bounded in bytes and time, and made printable.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LINE_LIMIT = 1 << 24  # bytes
 MAX_KEPT = 1 << 22  # bytes that are kept of one stream, the last ones: the answer comes last
 TEXT_CHARS = 10_000  # of one text in an answer
 MAX_NUMBER = 1 << 63
-SILENCE_S = 60.0  # for a block to be taken, and for the next of several answers
+BLOCK_TIMEOUT_S = 60.0  # for a block to be taken, and for the next of several answers
 EXIT_S = 5.0  # between the end of the answers and that of ssh
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ class Remote:
         """Send one request and yield answers until the generator is closed.
 
         Raises:
-            ClusterError: as `call`; also if the answers end, or none comes for `SILENCE_S`.
+            ClusterError: as `call`; also if the answers end, or none comes for `BLOCK_TIMEOUT_S`.
         """
         doing = f"phalanx host {verb}"
         process = await _started(self.command("host", verb))
@@ -133,7 +133,7 @@ class Remote:
                     await asyncio.gather(process.wait(), reader)
             raise failure(self.name, process.returncode or 0, _text(err), doing=doing)
         except TimeoutError as error:
-            raise silent(self.name, SILENCE_S, _text(err), doing=doing) from error
+            raise silent(self.name, BLOCK_TIMEOUT_S, _text(err), doing=doing) from error
         except ValueError as error:  # of `readline`
             raise failure(self.name, 0, f"a line of more than {LINE_LIMIT} bytes", doing=doing) from error
         finally:
@@ -147,7 +147,7 @@ async def _next_answer(stream: asyncio.StreamReader) -> str | None:
     Raises:
         TimeoutError: none comes, whatever else the host says.
     """
-    async with asyncio.timeout(SILENCE_S):
+    async with asyncio.timeout(BLOCK_TIMEOUT_S):
         async for line in stream:
             if (text := line.decode(errors="replace")).startswith(ANSWER):
                 return text
@@ -209,9 +209,9 @@ async def run(
     """Run a local command that talks to a host. Returns its exit status, and the end of its stdout and of its stderr.
 
     Args:
-        timeout_s: for its end, once it was told everything.
+        timeout_s: for its end, once all input is sent.
         doing: names the command in errors.
-        blocks: bytes that follow the payload, each of which must be taken within `SILENCE_S`.
+        blocks: bytes that follow the payload, each of which must be taken within `BLOCK_TIMEOUT_S`.
 
     Raises:
         ClusterError: ssh is missing, or did not end in time.
@@ -222,7 +222,7 @@ async def run(
     pipes = ((process.stdout, out), (process.stderr, err))
     readers = [asyncio.create_task(_collect(*pipe)) for pipe in pipes]  # from the start: a full pipe stops ssh
     try:
-        limit_s = SILENCE_S
+        limit_s = BLOCK_TIMEOUT_S
         await _tell(process.stdin, payload, blocks)
         limit_s = timeout_s
         async with asyncio.timeout(timeout_s):
@@ -257,23 +257,23 @@ async def _started(command: Sequence[str]) -> asyncio.subprocess.Process:
         raise ClusterError(f"{command[0]} cannot be run: {error.strerror}.", remedy="Install OpenSSH.") from error
 
 
-async def _collect(stream: asyncio.StreamReader, said: bytearray) -> None:
+async def _collect(stream: asyncio.StreamReader, output: bytearray) -> None:
     """Read to the end, and keep the last bytes, twice `MAX_KEPT` at most."""
     while piece := await stream.read(1 << 16):
-        said += piece
-        if len(said) > 2 * MAX_KEPT:
-            del said[:-MAX_KEPT]
+        output += piece
+        if len(output) > 2 * MAX_KEPT:
+            del output[:-MAX_KEPT]
 
 
-def _text(said: bytearray) -> str:
-    return said[-MAX_KEPT:].decode(errors="replace")
+def _text(output: bytearray) -> str:
+    return output[-MAX_KEPT:].decode(errors="replace")
 
 
 async def _tell(stream: asyncio.StreamWriter, payload: bytes, blocks: AsyncIterable[bytes] | None) -> None:
     """Write everything, and close the stream.
 
     Raises:
-        TimeoutError: a part was not taken within `SILENCE_S`.
+        TimeoutError: a part was not taken within `BLOCK_TIMEOUT_S`.
     """
     with contextlib.suppress(ConnectionError):  # the host's answer says why
         await _write(stream, payload)
@@ -284,13 +284,13 @@ async def _tell(stream: asyncio.StreamWriter, payload: bytes, blocks: AsyncItera
 
 
 async def _write(stream: asyncio.StreamWriter, data: bytes) -> None:
-    async with asyncio.timeout(SILENCE_S):
+    async with asyncio.timeout(BLOCK_TIMEOUT_S):
         stream.write(data)
         await stream.drain()
 
 
 async def end(process: asyncio.subprocess.Process) -> None:
-    """End a child process: SIGTERM, then SIGKILL after 2 s. What it has not taken yet is dropped."""
+    """End a child process: SIGTERM, then SIGKILL after 2 s. Drops input that it has not read."""
     if process.stdin is not None and not process.stdin.is_closing():
         process.stdin.transport.abort()
     if process.returncode is None:
@@ -304,9 +304,9 @@ async def end(process: asyncio.subprocess.Process) -> None:
             await process.wait()
 
 
-def failure(name: str, code: int, *said: str, doing: str) -> ClusterError:
+def failure(name: str, code: int, *output: str, doing: str) -> ClusterError:
     """The error of a failed call, from its exit status and output."""
-    lines = _lines(said)
+    lines = _lines(output)
     for line in lines:
         if (fault := recognise(line)) is not None:
             return ClusterError(f"{name}: {fault.cause} ({fault.name}: {line})", remedy=fault.remedy)
@@ -319,9 +319,9 @@ def failure(name: str, code: int, *said: str, doing: str) -> ClusterError:
     return ClusterError(f"{name}: {how}: {tail}", remedy=f"Try it by hand: ssh {shlex.quote(name)} phalanx version")
 
 
-def silent(name: str, limit_s: float, *said: str, doing: str) -> ClusterError:
+def silent(name: str, limit_s: float, *output: str, doing: str) -> ClusterError:
     """The error of a host that ssh reached, or is still reaching, and that did not answer in time."""
-    tail = " / ".join(_lines(said)[-LAST_LINES:]) or "nothing"
+    tail = " / ".join(_lines(output)[-LAST_LINES:]) or "nothing"
     return ClusterError(
         f"{name} gave no answer to `{doing}` within {limit_s:g} s. What it said: {tail}.",
         remedy="A login script may wait for something, or a disk may hang there. "
@@ -329,9 +329,9 @@ def silent(name: str, limit_s: float, *said: str, doing: str) -> ClusterError:
     )
 
 
-def _lines(said: Sequence[str]) -> list[str]:
+def _lines(output: Sequence[str]) -> list[str]:
     """The last lines of each stream, without answers and empty ones, as they may be shown."""
-    text = "\n".join(printable(stream[-LOOKED_AT:].replace("\r\n", "\n")) for stream in said)
+    text = "\n".join(printable(stream[-LOOKED_AT:].replace("\r\n", "\n")) for stream in output)
     return [
         shortened(line.strip(), LINE_CHARS) for line in text.split("\n") if line.strip() and not line.startswith(ANSWER)
     ]

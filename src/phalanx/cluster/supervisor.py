@@ -60,7 +60,7 @@ class Spec(Struct, frozen=True, kw_only=True):
 
 
 class ProcessOutcome(Struct, frozen=True, kw_only=True):
-    """The end of a supervised process that is not started again."""
+    """Final end of a supervised process: it is not started again."""
 
     status: int
     at: float  # seconds since the epoch
@@ -68,7 +68,7 @@ class ProcessOutcome(Struct, frozen=True, kw_only=True):
 
 
 class LogPlace(Struct, frozen=True, kw_only=True):
-    """Where the server, agent or gateway that was started last has its log. Stays when the rest is deleted."""
+    """Log of the server, agent or gateway started last. Stays when the rest is deleted."""
 
     role: str
     log: str  # as in `Spec`
@@ -130,21 +130,21 @@ class RunDirectory:
         return [process for process in self.named() if process is not None]
 
     def read_spec(self) -> Spec | None:
-        """What was started here; None if nothing was, or the file cannot be read."""
+        """The last specification started here; None if there is none, or its file cannot be read."""
         try:
             return msgspec.json.decode(self.spec.read_bytes(), type=Spec)
         except (OSError, msgspec.DecodeError, RecursionError):
             return None
 
     def read_last_log(self) -> LogPlace | None:
-        """The log of what was started here last, also after its end."""
+        """The log of the process started here last, also after its end."""
         try:
             return msgspec.json.decode(self.last_log.read_bytes(), type=LogPlace)
         except (OSError, msgspec.DecodeError, RecursionError):
             return None
 
     def read_outcome(self) -> ProcessOutcome | None:
-        """How the process ended for good; None if it did not."""
+        """The process's final end; None before it."""
         try:
             return msgspec.json.decode(self.outcome.read_bytes(), type=ProcessOutcome)
         except (OSError, msgspec.DecodeError, RecursionError):
@@ -344,7 +344,7 @@ class _Supervisor:
         while True:
             time.sleep(LOG_CHECK_S)
             if rotate(log_file(self._spec)):
-                _log("the log had grown too large; what was in it is in the file that ends in .1")
+                _log("the log had grown too large; its lines are in the file that ends in .1")
 
     def _pause(self, lived_s: float) -> None:
         """Wait before the next start; longer after several that failed in succession."""

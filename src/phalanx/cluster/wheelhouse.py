@@ -1,7 +1,6 @@
-"""The wheels that hosts get: those of phalanx from a folder that `make wheels` wrote, all others by pip, once.
+"""Collects the wheels for hosts: phalanx's own from the folder that `make wheels` wrote, all others by pip, once.
 
-pip takes only files whose hashes are in the locks beside phalanx's own wheels. Does not know hosts beyond their
-platform, nor how wheels travel (`distribution.py`).
+pip takes only files whose hashes are in the locks beside phalanx's own wheels.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ MAKE = "Run `make wheels` in phalanx's checkout, or name the folder with its whe
 
 
 class WheelSet(Struct, frozen=True, kw_only=True):
-    """What one platform gets."""
+    """The wheels of one platform."""
 
     host: HostPlatform
     folder: Path  # of this platform
     own: tuple[Path, ...]  # phalanx's wheels
     locked: tuple[str, ...]  # requirements for pip, with hashes
-    lost: str = ""  # what this platform has to do without
+    lost: str = ""  # parts that this platform lacks
 
     @property
     def fetched(self) -> Path:
@@ -110,7 +109,7 @@ def _text(file: Path) -> str:
 
 
 def wheels_for(host: HostPlatform, source: Path) -> WheelSet:
-    """What a host's platform gets.
+    """Choose the wheels for a host's platform.
 
     Raises:
         ConfigError: the folder lacks this version's wheel, or a lock.
@@ -130,7 +129,7 @@ def wheels_for(host: HostPlatform, source: Path) -> WheelSet:
 
 
 def fetch(wanted: WheelSet) -> None:
-    """Have in the folder what hosts get. A wheel that is there with the right hash is not fetched again. Waits while
+    """Collect the wheels for hosts in the folder. Fetches no wheel that is there with the right hash. Waits while
     another command fetches them.
 
     Raises:

@@ -166,12 +166,21 @@ def split_layers(
     return split
 
 
-def _check_numbers(topology: Topology, n_layers: int, chosen: Sequence[int] | None) -> None:
-    if n_layers < topology.n_stages:
+def check_layers(n_stages: int, n_layers: int) -> None:
+    """Refuse more stages than the model has layers.
+
+    Raises:
+        ConfigError: gives both numbers.
+    """
+    if n_layers < n_stages:
         raise ConfigError(
-            f"--pp {topology.n_stages} needs a model of {topology.n_stages} layers at least; this one has {n_layers}.",
+            f"--pp {n_stages} needs a model of {n_stages} layers at least; this one has {n_layers}.",
             remedy=f"Use --pp {n_layers} or less.",
         )
+
+
+def _check_numbers(topology: Topology, n_layers: int, chosen: Sequence[int] | None) -> None:
+    check_layers(topology.n_stages, n_layers)
     if chosen is None:
         return
     shown = ",".join(map(str, chosen))

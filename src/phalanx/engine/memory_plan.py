@@ -15,10 +15,11 @@ from phalanx.config import GIB, EngineConfig
 from phalanx.engine.link import Link
 from phalanx.engine.speculation import DraftWeights
 from phalanx.environment import memory_guard_override_gb
-from phalanx.errors import ConfigError, MemoryShortage
+from phalanx.errors import MemoryShortage
 from phalanx.model.cache.layer_layout import CacheFacts, row_bytes
 from phalanx.model.device_memory import read_memory
 from phalanx.model.loading import load
+from phalanx.model.model_limits import check_context
 from phalanx.sched.admission import GRANULE, KvLimits, max_row
 
 log = logging.getLogger("phalanx.engine")
@@ -113,14 +114,8 @@ def wanted_context(config: EngineConfig, facts: CacheFacts) -> int:
     Raises:
         ConfigError: it is beyond the model's own.
     """
-    own = facts.max_len or DEFAULT_CONTEXT
-    wanted = config.max_model_len or own
-    if facts.max_len is not None and wanted > facts.max_len:
-        raise ConfigError(
-            f"--max-model-len {wanted} is beyond the model's own context of {facts.max_len} tokens.",
-            remedy="Its positions mean nothing there; use a smaller value.",
-        )
-    return wanted
+    check_context(config.max_model_len, facts.max_len)
+    return config.max_model_len or facts.max_len or DEFAULT_CONTEXT
 
 
 def _check_context(config: EngineConfig, wanted: int, fits: int, kv_budget: int, whose: str, rank: int) -> None:

@@ -38,6 +38,7 @@ from phalanx.model.cache.layer_layout import (
     single_caches,
 )
 from phalanx.model.check import FOREIGN, check_model
+from phalanx.model.model_limits import own_context
 from phalanx.model.modules import model_files
 from phalanx.model.stage import Stage, cannot_be_cut
 
@@ -59,8 +60,6 @@ REFUSED = {
     "phi3small": "mlx-lm adds its boolean masks to the scores, so its output depends on how a prompt is cut",
 }
 """Model files that cannot be served although their caches have counterparts here."""
-
-_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 
 
 def inspect(model: Module, config: Mapping[str, Any], stage: Stage | None = None) -> CacheFacts:
@@ -184,14 +183,7 @@ def _heads(buffer: mx.array | None) -> Heads | None:
 def _max_len(model: Module, config: Mapping[str, Any]) -> int | None:
     """The longest sequence in tokens; None if the config names no limit."""
     limits = _dynamic_rope(model)
-    if limits:
-        return min(limits)
-    for part in (config, config.get("text_config") or {}):
-        for key in _LENGTH_KEYS:
-            value = part.get(key)
-            if isinstance(value, int) and value > 0:
-                return value
-    return None
+    return min(limits) if limits else own_context(config)
 
 
 def _describe(stock: list[Any], layouts: tuple[Layout, ...], one_row: str) -> str:

@@ -1,6 +1,6 @@
-"""What must hold between settings, and settings from the keywords of `phalanx.LLM`.
+"""Refuses settings that contradict each other, the model or this machine, and reads the keywords of `phalanx.LLM`.
 
-A range of a single setting is declared in `config.py`. Messages name flags.
+`config.py` declares the range of each setting. Messages name flags.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from typing import Any
 
 import msgspec
 
-from phalanx.config import MAX_RANKS, EngineConfig
+from phalanx import memory
+from phalanx.config import GIB, MAX_RANKS, EngineConfig
 from phalanx.dist.fault_injection import parse
-from phalanx.errors import ConfigError
+from phalanx.dist.gpus import usable_gpus
+from phalanx.errors import ConfigError, MemoryShortage, ModelError
+from phalanx.model.model_limits import check_limits
 from phalanx.spec.parse_config import parse as parse_speculation
+from phalanx.text.model_files import read_json
 
 
 def check_engine(config: EngineConfig) -> EngineConfig:
@@ -45,6 +49,37 @@ def check_engine(config: EngineConfig) -> EngineConfig:
                 f"{flag} says how several ranks talk, but {where}.", remedy=f"Add --tp N, or leave {flag} out."
             )
     return config
+
+
+def check_start(config: EngineConfig, path: Path, *, is_here: bool = True) -> None:
+    """Refuse flags that the model or this machine cannot follow, before ranks start and each reports them.
+
+    Args:
+        path: the model's directory. The ranks report what is wrong with its files.
+        is_here: whether all ranks run on this machine.
+
+    Raises:
+        ModelUnsupported, ConfigError: as `check_limits`.
+        MemoryShortage: the KV caches are larger than this machine's memory.
+    """
+    if is_here and config.kv_cache_gb is not None and not usable_gpus():
+        _check_kv_cache(config, config.kv_cache_gb)
+    try:
+        model = read_json(path / "config.json")
+    except (FileNotFoundError, ModelError):
+        return
+    check_limits(config, model, path.name)
+
+
+def _check_kv_cache(config: EngineConfig, kv_cache_gb: float) -> None:
+    """Compare --kv-cache-gb, which each rank takes, with this machine's whole memory; ranks compare what is free."""
+    total_gb = memory.read_machine().total / GIB
+    if kv_cache_gb * config.n_ranks > total_gb:
+        of_each = f" for each of {config.n_ranks} ranks" if config.n_ranks > 1 else ""
+        raise MemoryShortage(
+            f"--kv-cache-gb {kv_cache_gb:g}{of_each} is more than this machine's memory of {total_gb:.1f} GiB.",
+            remedy="Leave it out: then the KV cache takes 60 % of what the weights leave.",
+        )
 
 
 def check_trace(file: Path) -> None:

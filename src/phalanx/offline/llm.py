@@ -4,8 +4,8 @@
         for output in llm.generate(["Hello", "Once upon a time"], SamplingParams(max_tokens=20)):
             print(output.outputs[0].text)
 
-The calls block. The engine and its event loop run beside the caller, the loop in a thread of its own. Does not know how
-a request is answered (`local_engine.py`).
+The calls block. The engine and its event loop run beside the caller, the loop in a thread of its own.
+`local_engine.py` answers the requests.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class LLM:
         return self._answer(bodies, params)
 
     def close(self) -> None:
-        """End the engine's processes; what is being generated is given up. Safe to call twice."""
+        """End the engine's processes and cancel running requests. Safe to call twice."""
         self._closer()
 
     def __enter__(self) -> Self:

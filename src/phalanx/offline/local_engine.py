@@ -1,7 +1,7 @@
 """An engine of this process's own, and the server's path to it without HTTP: parse, journal, decode.
 
-`phalanx generate` runs it for one prompt, `LLM` for many. Runs on one event loop. Does not know flags or keywords, nor
-how many requests are under way: the caller bounds that.
+`phalanx generate` runs it for one prompt, `LLM` for many. Runs on one event loop. The caller bounds the number of
+running requests.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from phalanx.catalog.pull_progress import Report, quiet
 from phalanx.config import EngineConfig
 from phalanx.errors import EngineUnavailable
 from phalanx.model.loading.resolve import resolve_models
+from phalanx.offline.engine_settings import check_start
 from phalanx.offline.outputs import CompletionOutput, Logprob, RequestOutput
 from phalanx.server.answers.deltas import ChoiceEnding, timing_json
 from phalanx.server.answers.generation import Generation
@@ -40,7 +41,7 @@ from phalanx.supervision.client import EngineClient
 from phalanx.text.tokenizer import Tokenizer
 from phalanx.types import Batch, ModelInfo, PromptScored, SequenceRequest, TokenLogprobs, Tokens
 
-WAITING = 1 << 20  # choices; no client has to be told that the queue is full
+WAITING = 1 << 20  # choices; the queue is never full for a client
 MAX_N = 1024  # as `phalanx serve --max-n` allows at most
 
 
@@ -62,12 +63,14 @@ class LocalEngine:
 
     Raises:
         ModelNotFound: the model is neither a directory nor a hub id that could be fetched.
+        ModelUnsupported, ConfigError, MemoryShortage: as `check_start`.
     """
 
     def __init__(self, config: EngineConfig, engine: EngineClient, report: Report = quiet) -> None:
         self._config = config
         self._engine = engine
         self._path = resolve_models(config, report)
+        check_start(config, self._path)
         self._journal = Journal(
             engine,
             ServerMetrics(config.model),
@@ -212,7 +215,7 @@ class LocalEngine:
 
     @contextmanager
     def _recording(self, requests: Sequence[SequenceRequest]) -> Iterator[list[_Record]]:
-        """Record what is committed for these sequences, in their order."""
+        """Record the tokens committed for these sequences, in their order."""
         records = {request.id: _Record() for request in requests}
         self._records |= records
         try:

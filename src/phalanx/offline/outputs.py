@@ -1,4 +1,4 @@
-"""What `phalanx.LLM` answers, with vLLM's names. Plain data."""
+"""Outputs of `phalanx.LLM`, with vLLM's names. Plain data."""
 
 from __future__ import annotations
 

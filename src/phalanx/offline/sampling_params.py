@@ -16,7 +16,7 @@ Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 
 
 class StructuredOutputsParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an answer looks like: one of json, regex, choice, grammar and json_object."""
+    """The format of an answer: one of json, regex, choice, grammar and json_object."""
 
     json: dict[str, Any] | str | None = None
     """A JSON schema, or its text."""
@@ -65,7 +65,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     frequency_penalty: float | None = None
     """Above 0: makes tokens of the answer less likely each time they occur."""
     logit_bias: dict[int, float] | None = None
-    """Token id -> what is added to its logit."""
+    """Token id -> bias of its logit."""
     min_tokens: int | None = None
     """Before so many tokens, no stop token and no stop text ends the answer."""
     ignore_eos: bool | None = None
@@ -79,9 +79,9 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_logprobs: int | None = None
     """As `logprobs`, for the prompt's tokens."""
     structured_outputs: StructuredOutputsParams | None = None
-    """What the answer looks like; None: any text."""
+    """The answer's format; None: any text."""
 
     def fields(self) -> dict[str, Any]:
-        """What is set, as fields of an API request that chat and completions share; without log-probabilities."""
+        """The set values as fields that chat and completions share; without log-probabilities."""
         given: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
         return {name: value for name, value in given.items() if name not in ("logprobs", "prompt_logprobs")}

@@ -1,5 +1,5 @@
-"""The protocol between a server and the agents of other hosts, inside TLS: each end knows that the other is the host
-that it means.
+"""The protocol between a server and the agents of other hosts, inside TLS, in which each end verifies
+the other.
 
     agent                                       server
     Welcome(python, directory, credentials)  ->
@@ -26,7 +26,7 @@ ANSWER_S = 5.0  # for an answer that takes the other end no work
 FRAME_LIMIT = 1 << 20  # bytes per message, either way
 MAX_UNSENT = 1 << 22  # bytes of output that wait for a slow network: some 40,000 lines
 KEEP_ALIVE_S = 0.5  # between two `KeepAlive` messages
-SILENT_S = 2.5  # without a message the other end counts as gone; a little longer than between ranks
+HEARTBEAT_TIMEOUT_S = 2.5  # without a message the other end counts as gone; a little longer than between ranks
 
 AgentPath = Annotated[str, Meta(pattern=r"^/[^\x00-\x1f\x7f]*\Z", max_length=4096)]
 """A whole path, so that it can be no option and no separator of the command lines that it becomes a part of."""
@@ -139,8 +139,8 @@ class AgentConnection:
             payload = await read_frame(self._reader, FRAME_LIMIT)
         except ssl.SSLError as error:
             refused = "ALERT" in (error.reason or "")
-            said = "It refuses the connection" if refused else "Its bytes were changed on the way"
-            raise FrameError(f"{said} ({explain(error)}).") from error
+            what = "It refuses the connection" if refused else "Its bytes were changed on the way"
+            raise FrameError(f"{what} ({explain(error)}).") from error
         try:
             return None if payload is None else self._decoder.decode(payload)
         except msgspec.MsgspecError as error:
@@ -155,8 +155,8 @@ class AgentConnection:
         while isinstance(message := await self.receive(), KeepAlive):
             pass
         if not isinstance(message, kind):
-            said = "closed the connection" if message is None else f"sent {type(message).__name__}"
-            raise FrameError(f"The other end {said} instead of {kind.__name__}.")
+            what = "closed the connection" if message is None else f"sent {type(message).__name__}"
+            raise FrameError(f"The other end {what} instead of {kind.__name__}.")
         return message
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 The server process sends messages through an `EngineClient`, receives events on the event loop's thread, and reads the
 engine's state. `supervision/process.py` and `supervision/attach.py` implement it over rank processes,
-`supervision/fake_engine.py` in this process, for tests. Does not know HTTP, text, processes or MLX.
+`supervision/fake_engine.py` in this process, for tests.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from phalanx.supervision.wire import server_codec
 from phalanx.types import Batch, EngineStats, Failed, FromEngine, Loading, ModelInfo, Ping, Pong, Ready, ToEngine
 
 PING_PERIOD_S = 1.0  # ranks report with each: their figures are at most so old
-LOG_WAIT_S = 0.5  # how long a log that something else relays may lag behind the connection
+LOG_WAIT_S = 0.5  # a relayed log may lag behind the connection for so long
 LOAD_STALL_S = 600.0  # a load that reports nothing for this long is stuck
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -80,7 +80,7 @@ class EngineConnection(EngineClient):
             while (payload := await read_frame(reader)) is not None:
                 self._last_message_at = time.monotonic()
                 message = self._codec.decode(payload)
-                if isinstance(message, Ready):  # what is said of it comes after what the ranks said before
+                if isinstance(message, Ready):  # the line *ready* comes after the ranks' log lines
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._log_complete.wait(), LOG_WAIT_S)
                 self._handle(message)

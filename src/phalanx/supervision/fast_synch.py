@@ -1,8 +1,7 @@
-"""Whether `MLX_METAL_FAST_SYNCH=1` pays on a group of Macs: from the time of a step with it and without.
+"""Decides whether `MLX_METAL_FAST_SYNCH=1` pays on a group of Macs, from the time of a step with it and without.
 
 With it Metal and the processor wait for each other in shared memory: several times faster on some machines, but MLX's
-authors call it buggy (rare deadlocks, which the watchdog ends). It concerns JACCL, whose sums are short enough for this
-to matter.
+authors call it buggy (rare deadlocks, which the watchdog ends). It matters for JACCL, whose all-reduces are short.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def with_value(envs: Sequence[str], on: bool) -> tuple[str, ...]:
 
 
 def advise(found: FastSynch) -> str:
-    """What to write into the hostfile, with the reason."""
+    """The entry for the hostfile, with the reason."""
     on, off = 'write "envs": ["MLX_METAL_FAST_SYNCH=1"] into the hostfile', f"leave {VARIABLE} out of the hostfile"
     if found.on_ms is None:
         return f"{off}: with it the self-test failed ({found.problem.rstrip('.')})."
@@ -56,5 +55,5 @@ def advise(found: FastSynch) -> str:
     gain = found.off_ms / found.on_ms
     times = f"a step takes {found.on_ms:.2f} ms with it and {found.off_ms:.2f} ms without"
     if gain >= PAYS:
-        return f"{on}: {times}. Take it out again if groups are ended as wedged: MLX's authors call it buggy."
+        return f"{on}: {times}. Take it out again if steps time out: MLX's authors call it buggy."
     return f"{off}: {times}, which is not worth the risk of a deadlock."

@@ -225,7 +225,7 @@ async def _start_mpirun(
 
 
 class _Rendezvous(NamedTuple):
-    """How the ranks of a stage find each other."""
+    """The variables and files by which the ranks of a stage find each other."""
 
     variables: list[dict[str, str]]
     """Environment of each rank."""
@@ -241,7 +241,7 @@ async def _rendezvous_of(
     reached: Sequence[ReachedAgent],
     own_port: int,
 ) -> _Rendezvous:
-    """What MLX's backend reads: ranks, and the address of the stage's first host.
+    """The variables and files that MLX's backend reads: ranks, and the address of the stage's first host.
 
     Args:
         own_port: a free port of this host.

@@ -1,6 +1,6 @@
-"""`phalanx pull` and `phalanx rm` as processes of their own, for a server: streams go on while gigabytes are written.
+"""Runs `phalanx pull` and `phalanx rm` for a server, as separate processes: streams go on while gigabytes are written.
 
-Does not know what their lines mean, but for errors.
+Of their output it interprets errors only.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Temporary directories that go with the process that made them, even if it is killed: the next one sweeps them away.
+"""Temporary directories that a process removes at its end or, if it is killed, the next process removes.
 
-A process holds a lock on a file in its directory, which the system frees at its end.
+A process locks a file in its directory; the system frees the lock when the process ends.
 """
 
 from __future__ import annotations

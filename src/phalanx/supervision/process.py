@@ -2,9 +2,9 @@
 
 The supervisor (design: Fail-stop, then resume) starts the ranks, forwards their logs and pings the leader every second.
 It kills all ranks when the leader is silent for too long or one rank has ended, and starts them again unless a restart
-cannot help. Ranks that could not join are no crash: a stranger may have connected to one of their ports, and the next
-start takes others. Does not know requests: the server's journal submits unfinished ones again. Runs on one asyncio
-loop.
+cannot help. Ranks that could not join do not count as a crash: another program may have connected to one of their
+ports, and the next start takes others. The server's journal submits unfinished requests again. Runs on one
+asyncio loop.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class EngineProcess(EngineConnection):
         try:
             end = await ranks.first_end()
             if not await ranks.all_ended(GRACE_S):
-                log.warning("killing what is left of the group: %s", ranks.describe())
+                log.warning("killing the remaining ranks: %s", ranks.describe())
             await asyncio.wait([*logs, connection], timeout=1.0)  # for the last log lines and messages
         finally:
             ranks.signal_all(signal.SIGKILL)
@@ -239,7 +239,7 @@ class EngineProcess(EngineConnection):
 
     def _new_log(self) -> RankLog:
         """The log of a start. Each host of a cluster keeps a log of its own rank, in full."""
-        return RankLog(verbose=self._cluster is not None or log.isEnabledFor(logging.DEBUG))
+        return RankLog(logging.DEBUG if self._cluster is not None else log.getEffectiveLevel())
 
     async def _launch(self, directory: Path) -> Launched:
         """Start the ranks, and listen for their leader.
@@ -271,7 +271,7 @@ class EngineProcess(EngineConnection):
         return Launched(ranks, path, listener, connected)
 
     async def _clean_up(self, launched: Launched) -> None:
-        """Close the socket, wait for ranks that were told to end, kill those that remain, and delete their files."""
+        """Close the socket, wait for ranks that are ending, kill those that remain, and delete their files."""
         launched.listener.close()
         if not await launched.ranks.all_ended(EXIT_WAIT_S):
             launched.ranks.signal_all(signal.SIGKILL)
@@ -322,7 +322,7 @@ class EngineProcess(EngineConnection):
         return reported if reported is not None and not reported.restart_helps else _as_exit_code(end.status)
 
     def _failed_to_join(self, end: End) -> bool:
-        """Whether this start ended because ranks or the network between them did not come together."""
+        """Whether this start ended because the ranks did not join."""
         if self._ready_at is not None or self._ranks is None or self._stall_reason:
             return False
         if self._ranks.ended_by(signal.SIGALRM):
@@ -350,17 +350,17 @@ class EngineProcess(EngineConnection):
                     continue
                 await asyncio.sleep(0)  # a rank that logs without end must not keep clients waiting
                 self._stderr_tail.append(text)
-                for said in repeats.ended():
-                    print(said, file=sys.stderr, flush=True)
+                for count in repeats.ended():
+                    print(count, file=sys.stderr, flush=True)
                 for admitted in self._rank_log.admit(name, text):
                     if repeats.admit(kind_of(admitted), admitted):
                         print(admitted, file=sys.stderr, flush=True)
         finally:
-            for said in repeats.ended(now=True):
-                print(said, file=sys.stderr, flush=True)
+            for count in repeats.ended(now=True):
+                print(count, file=sys.stderr, flush=True)
 
     def _print_held(self) -> None:
-        """Print what the ranks' log holds, and the reason of their end does not say."""
+        """Print the held errors that are not in the reason of the ranks' end."""
         for line in self._rank_log.held():
             print(line, file=sys.stderr, flush=True)
 

@@ -71,7 +71,7 @@ def daemon(run: RunDaemon, directory: Path) -> Program:
 
 
 def _whole(arguments: list[str]) -> list[str]:
-    """The arguments, none of which the system would cut short.
+    """The arguments, after checking that the system will not cut one short.
 
     Raises:
         ConfigError: one contains NUL.

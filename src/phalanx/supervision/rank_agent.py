@@ -1,9 +1,9 @@
 """The agent of a host runs one process for the server on the first host (design: Fail-stop, then resume).
 
-The agent listens on one address and takes orders from the first host of its cluster alone. It starts a rank or Open
+The agent listens on one address and takes commands from the first host of its cluster alone. It starts a rank or Open
 MPI's daemon (`programs.py`), copies the process's output to the server and to its own stderr, and reports the exit
-status. When the connection closes or is silent for `SILENT_S`, the agent ends the process: the server is gone, and the
-next one starts all ranks anew.
+status. When the connection closes or is silent for `HEARTBEAT_TIMEOUT_S`, the agent ends the process: the server is
+gone, and the next one starts all ranks anew.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from phalanx.dist.ports import free_ports
 from phalanx.errors import ConfigError, ExitCode, FrameError
 from phalanx.private_files import is_open_to_others
 from phalanx.supervision.agent_protocol import (
-    SILENT_S,
+    HEARTBEAT_TIMEOUT_S,
     AgentConnection,
     AgentWelcome,
     AskPorts,
@@ -113,8 +113,8 @@ class Agent:
             connection.send(AgentWelcome(sys.executable, str(directory), str(self._credentials_file)))
             await self._handle_messages(connection, directory)
         except (FrameError, OSError) as error:  # TimeoutError is an OSError
-            said = "it fell silent" if isinstance(error, TimeoutError) else error
-            log.warning("the server's connection from %s ended: %s", address, said)
+            why = "it fell silent" if isinstance(error, TimeoutError) else error
+            log.warning("the server's connection from %s ended: %s", address, why)
         finally:
             connection.close()
 
@@ -123,7 +123,7 @@ class Agent:
         process: _AgentProcess | None = None
         try:
             while True:
-                async with asyncio.timeout(SILENT_S):
+                async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
                     message = await connection.receive()
                 match message:
                     case None:
@@ -245,8 +245,8 @@ def _ports(asked: AskPorts) -> Ports:
     try:
         return Ports(free_ports(asked.count, asked.address))
     except OSError as error:
-        said = error.strerror or str(error)
+        why = error.strerror or str(error)
         if error.errno == errno.EADDRINUSE:
-            return Ports([], said)
+            return Ports([], why)
         host = socket.gethostname()
-        return Ports([], f"{asked.address} is not an address of {host}: {said}", "Correct `ips` in the hostfile.")
+        return Ports([], f"{asked.address} is not an address of {host}: {why}", "Correct `ips` in the hostfile.")

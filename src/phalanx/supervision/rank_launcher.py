@@ -1,7 +1,8 @@
 """Starts the processes of a group on this machine, and finds and ends those that are left.
 
 A group is one process per rank, or one `mpirun` that starts the ranks. Every start gets new ports, a new nonce and
-a new socket for control connections. Does not know why a group ended or whether it starts again (`process.py`).
+a new socket for control connections. `process.py` decides
+whether it starts again.
 """
 
 from __future__ import annotations

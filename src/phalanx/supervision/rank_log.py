@@ -1,7 +1,8 @@
-"""What the supervisor prints of its ranks' logs: each error once, and of what each rank says alike only rank 0's lines.
-Every rank of a group logs the error that ends it, and those of the others.
+"""Chooses which lines of its ranks' logs the supervisor prints: each error once, and the details of a good start only
+with `--log-level debug`.
 
-An error is held until its group has ended. Then it is in full in the reason of that end, or printed. Pure.
+Every rank of a group logs the error that ends it, and the errors of the others. The supervisor holds an error until the
+group has ended, and then prints it once: in full in the reason of that end, or alone. Pure.
 """
 
 from __future__ import annotations
@@ -16,11 +17,17 @@ NAMES = "|".join(
 ERROR = re.compile(rf"rank \d+: (?:rank \d+ \([^()]*\) )?(?P<name>{NAMES}): (?P<message>.*)")
 REPORT = re.compile(r"rank \d+: (?P<message>rank \d+ \([^()]*, pid \d+\) .*)")
 """A rank's line on another rank."""
-ALIKE = re.compile(
-    r"rank \d+: (joining \d+ ranks |rank \d+ \([^()]*\) on .* connected from )"
-    r"|rank [1-9]\d*: (joined in \d|loading \d|loaded in \d)"
+DETAIL = re.compile(
+    r"rank \d+: (joining \d+ ranks |rank \d+ \([^()]*\) on .* connected from |joined in \d|stage \d+, the last is "
+    r"|before loading:$|loading \d|loaded in \d|up to \d\S* GiB of weights |\S.*: model type "
+    r"|kernels: (native: |MLX computes )|self-test passed )"
 )
-"""Lines of a start that goes well, one or more from each rank."""
+"""Details of a start, from one rank or from each."""
+SUMMARY = re.compile(r"rank 0: context \d+ tokens; ")
+"""The result of a good start."""
+DEBUG, INFO = 10, 20  # as in `logging`
+LEFT_OUT = {DEBUG: DETAIL, INFO: SUMMARY}
+"""Level -> lines that are printed at this level and below."""
 SERVING = "rank 0: serving"
 """Rank 0's last line before it says that it is ready."""
 SAME = 200  # characters by which errors are compared: ranks shorten those of others
@@ -35,14 +42,14 @@ class RankLog:
     """The log of one start of a group.
 
     Args:
-        verbose: print what all ranks say alike as well.
+        level: as in `logging`. DEBUG prints all, INFO the summary of a start without its details, WARNING neither.
     """
 
-    def __init__(self, *, verbose: bool = True) -> None:
-        self._verbose = verbose
+    def __init__(self, level: int = DEBUG) -> None:
+        self._left_out = [pattern for least, pattern in LEFT_OUT.items() if level > least]
         self._errors: list[tuple[str, list[str]]] = []  # the name and the message's lines of each
         self._reports: set[str] = set()
-        self._open: dict[str, list[str]] = {}  # process -> the error that its indented lines belong to
+        self._open: dict[str, list[str]] = {}  # process -> the held or hidden entry that its indented lines belong to
         self._notices: dict[str, list[str]] = {}  # process -> lines of a notice that has begun
 
     def admit(self, process: str, line: str) -> list[str]:
@@ -57,7 +64,8 @@ class RankLog:
             lines = self._open[process] = [error["message"]]
             self._errors.append((error["name"], lines))
             return []
-        if not self._verbose and ALIKE.match(line):
+        if any(pattern.match(line) for pattern in self._left_out):
+            self._open[process] = []
             return []
         report = REPORT.fullmatch(line)
         is_new = report is None or report["message"] not in self._reports

@@ -11,8 +11,8 @@ from phalanx.config import HostConfig
 from phalanx.errors import ExitCode, FrameError, HostUnreachable
 from phalanx.supervision.agent_protocol import (
     ANSWER_S,
+    HEARTBEAT_TIMEOUT_S,
     KEEP_ALIVE_S,
-    SILENT_S,
     AgentConnection,
     AgentWelcome,
     AskPorts,
@@ -70,7 +70,7 @@ class ReachedAgent:
         """
         with _errors_name_host(self.host):
             self._connection.send(program)
-            async with asyncio.timeout(ANSWER_S + SILENT_S):
+            async with asyncio.timeout(ANSWER_S + HEARTBEAT_TIMEOUT_S):
                 answer = await self._connection.receive()
                 while isinstance(answer, KeepAlive):
                     answer = await self._connection.receive()
@@ -107,8 +107,8 @@ async def reach(host: HostConfig, port: int, credentials: Credentials, *, place:
                 async with asyncio.timeout(ANSWER_S):
                     welcome = await connection.expect(AgentWelcome)
             except FrameError as error:
-                said = "it refuses this server, whose certificate is not that of its first host"
-                raise _unreachable(host, port, said, OTHER_START) from error
+                why = "it refuses this server, whose certificate is not that of its first host"
+                raise _unreachable(host, port, why, OTHER_START) from error
     except HostUnreachable:
         connection.close()
         raise
@@ -140,7 +140,7 @@ def _unreachable(host: HostConfig, port: int, why: str, remedy: str = "") -> Hos
 
 
 class _Fullness(asyncio.ReadTransport):
-    """Where a `StreamReader` says that it holds much that is not read yet."""
+    """The transport of a `StreamReader`, which pauses it while much is unread."""
 
     full = False
 
@@ -154,9 +154,8 @@ class _Fullness(asyncio.ReadTransport):
 class RemoteProcess:
     """A process on another host, with the interface of `asyncio.subprocess.Process` (`launch.Child`).
 
-    When the agent is silent for `SILENT_S`, the process counts as ended with `PEER_LOST`. It may run for a moment
-    longer; the agent ends it. Output that comes faster than it is read is left out: a host cannot fill this one's
-    memory.
+    When the agent is silent for `HEARTBEAT_TIMEOUT_S`, the process counts as ended with `PEER_LOST`; the
+    agent ends it. Output that arrives faster than it is read is dropped, so that a host cannot fill this one's memory.
     """
 
     def __init__(self, host: HostConfig, connection: AgentConnection, pid: int) -> None:
@@ -185,7 +184,7 @@ class RemoteProcess:
         status, why = int(ExitCode.PEER_LOST), "its agent closed the connection"
         try:
             while True:
-                async with asyncio.timeout(SILENT_S):
+                async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
                     message = await self._connection.receive()
                 if isinstance(message, Output):
                     assert self.stderr is not None
@@ -198,7 +197,7 @@ class RemoteProcess:
                 elif message is None:
                     break
         except TimeoutError:
-            why = f"its agent has been silent for {SILENT_S:g} s"
+            why = f"its agent has been silent for {HEARTBEAT_TIMEOUT_S:g} s"
         except (FrameError, OSError) as error:
             why = f"the connection to its agent failed: {error}"
         assert self.stderr is not None

@@ -1,8 +1,7 @@
-"""When an engine whose ranks have ended starts again. Times are given, not measured.
+"""Decides when an engine whose ranks have ended starts again. Pure: callers pass the times.
 
-An engine that has served always starts again, because what ended it may pass: a person need not be there. Before it
-ever served, the cause is likelier a flag, a cable or a full machine, and the person who started it waits: a few starts,
-then the server ends with the cause.
+An engine that has served always starts again, unattended. An engine that never served likely has a wrong flag, a loose
+cable or a full machine, and its user waits: after a few starts the server ends with the cause.
 """
 
 from __future__ import annotations

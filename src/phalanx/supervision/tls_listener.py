@@ -1,7 +1,7 @@
-"""Accepts TLS connections from known hosts. Strangers get little time, few sockets and few lines of the log.
+"""Accepts TLS connections from known hosts, and bounds the time, sockets and log lines of all others.
 
-A connection is a candidate until its TLS handshake is over. When there are `MAX_CANDIDATES`, one more closes an older
-one, of a stranger and not of the known host (`http/connection_table.py`). Does not know what is sent.
+A connection is a candidate until its TLS handshake is over. Beyond `MAX_CANDIDATES`, a new one closes an older one of
+an unknown address (`http/connection_table.py`).
 """
 
 from __future__ import annotations

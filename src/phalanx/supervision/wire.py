@@ -1,6 +1,6 @@
 """Messages between the server process and the leader: msgpack in frames (`dist/frames.py`).
 
-Does not know what the messages mean (`types.py`) nor how the two processes start (`process.py`, `boot.py`).
+`types.py` documents the messages.
 """
 
 from __future__ import annotations

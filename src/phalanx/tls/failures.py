@@ -1,4 +1,4 @@
-"""Failures of TLS in words, without OpenSSL's file names and constants."""
+"""Describes TLS failures without OpenSSL's file names and constants."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def explain(error: OSError) -> str:
 
 
 def predicate_of(error: ssl.SSLError) -> str:
-    """What the other end of a session did, as a predicate."""
+    """The other end's action, as a predicate of a sentence."""
     reason = error.reason or ""
     return PREDICATES.get(reason) or f"broke TLS: {reason.lower().replace('_', ' ') or error}"

@@ -1,8 +1,7 @@
-"""TLS between the hosts of one cluster: each end accepts exactly the certificate of the host that it means.
+"""TLS between the hosts of one cluster: each end accepts exactly one certificate, that of the host it expects.
 
-There is no authority: every host has a self-signed certificate, and every host knows all certificates of its cluster.
-So a connection is to a known host or there is none. Does not know who makes the certificates (`certificates.py`), nor
-what is sent.
+Instead of an authority, every host has a self-signed certificate and the certificates of all others
+(`certificates.py` makes them).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from phalanx.private_files import write_private
 
 
 class Credentials(Struct, frozen=True, kw_only=True):
-    """What one host needs to prove itself and to recognise the others. Texts are PEM."""
+    """One host's key and all hosts' certificates. Texts are PEM."""
 
     key: str
     """The host's private key, which stays on it."""

@@ -1,7 +1,6 @@
-"""TLS as a conversion of bytes: from what arrived to what was said, and from what is to be said to what is to be sent.
+"""TLS without a socket: decrypts received bytes and encrypts bytes to send.
 
-Does not know sockets (`dist/frame_connection.py` has one), nor who may be at the other end (`host_credentials.py`). One
-thread at a time.
+`dist/frame_connection.py` has the socket, `host_credentials.py` the accepted certificates. One thread at a time.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ class TlsSession:
         return self._outgoing.pending > 0
 
     def receive(self, piece: bytes) -> bytes:
-        """Take in bytes that arrived. Returns what they said.
+        """Take in received bytes. Returns the decrypted ones.
 
-        A session that breaks sets `ended`, and returns what was said before.
+        A session that breaks sets `ended`, and returns what it decrypted before.
         """
         return b"" if self.ended else self._open(piece)
 
@@ -58,7 +57,7 @@ class TlsSession:
         Only TLS's own before the handshake is over: `data` has to be empty then.
 
         Raises:
-            ConnectionError: the session has broken, or this end has said that it sends nothing more.
+            ConnectionError: the session has broken, or this end has closed its direction.
         """
         try:
             while data:
@@ -79,16 +78,16 @@ class TlsSession:
 
     def _open(self, piece: bytes) -> bytes:
         self._incoming.write(piece)
-        said = bytearray()
+        decrypted = bytearray()
         try:
             if not self.established:
                 self._object.do_handshake()
                 self.established = True
             while plain := self._object.read(_PLAIN):
-                said += plain
+                decrypted += plain
             self.ended = "closed its connection"
         except ssl.SSLWantReadError:
             pass
         except ssl.SSLError as error:
             self.ended = predicate_of(error)
-        return bytes(said)
+        return bytes(decrypted)

@@ -59,6 +59,8 @@ def test_what_follows_two_dashes_is_passed_on():
         (["net", "test", "--hosts", "a"], "here is one host only"),
         (["net", "setup", "--node", "a:en5"], "HOST:IFACE:IP"),
         (["hostfile"], "Give host names, or --check"),
+        (["hostfile", "a", "b,", "c"], "are one argument, with commas and without blanks, but here are 3."),
+        (["hostfile", "a", "b"], "`phalanx hostfile a,b` asks these hosts, `phalanx hostfile --check FILE` checks"),
         (["model", "push", "./nowhere", "--hosts", "a"], "./nowhere is not on this machine"),
         (["host", "dance"], "no such verb"),
         (["agent"], "credentials.json holds no credentials"),

@@ -111,12 +111,12 @@ def test_a_number_that_nothing_has_is_refused(number):
 
 @pytest.mark.parametrize("script", ["time.sleep(99)", "[print('motd', flush=True) for _ in iter(int, 1)]"])
 def test_a_host_that_never_answers_is_named_with_the_command(script, monkeypatch):
-    monkeypatch.setattr(ssh, "SILENCE_S", 0.5)
+    monkeypatch.setattr(ssh, "BLOCK_TIMEOUT_S", 0.5)
     assert problem(first(Hostile(script))).startswith("b gave no answer to `phalanx host watch` within 0.5 s.")
 
 
 def test_a_host_that_stops_between_two_answers_is_named(monkeypatch):
-    monkeypatch.setattr(ssh, "SILENCE_S", 2.0)
+    monkeypatch.setattr(ssh, "BLOCK_TIMEOUT_S", 2.0)
 
     async def twice() -> None:
         async for _ in Hostile("answer({'status': {'host': 'b'}}); time.sleep(99)").listen("watch", {}, HostReport):
@@ -336,7 +336,7 @@ async def _inventory(model: Path) -> None:
 
 
 def test_a_host_that_takes_no_bytes_is_named_with_the_file(model, monkeypatch):
-    monkeypatch.setattr(ssh, "SILENCE_S", 0.5)
+    monkeypatch.setattr(ssh, "BLOCK_TIMEOUT_S", 0.5)
     monkeypatch.setitem(globals(), "HAS_NOTHING", HAS_NOTHING.replace("('config.json', 'w')", "('w',)"))
     with pytest.raises(ClusterError, match=r"b gave no answer to `phalanx host take w` within 0.5 s"):
         pushed(model, "if verb == 'take': time.sleep(99)")

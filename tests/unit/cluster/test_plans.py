@@ -169,12 +169,12 @@ def test_the_flag_wins_over_the_hostfile():
     assert backend_of(replace(PLAN, backend="auto")) == "auto"
 
 
-def test_stages_of_one_host_each_have_no_sums_to_carry():
+def test_stages_of_one_host_each_need_no_collective_backend():
     """A hostfile for RDMA serves them as well; serve would refuse --backend there."""
     staged = replace(PLAN, hostfile=replace(PAIR, backend="ring"), serve=("demo", "--pp", "2"), backend="auto")
     server, _ = specs(check(staged), new_credentials(["a", "b"]))
     assert flag_value(server.command, "--pp") == "2" and flag_value(server.command, "--backend") == "auto"
-    with pytest.raises(ConfigError, match="--backend ring says what carries the sums of a stage, but each"):
+    with pytest.raises(ConfigError, match="--backend ring is the collective backend of a stage, but each"):
         check(replace(staged, backend="ring"))
 
 

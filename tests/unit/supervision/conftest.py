@@ -13,8 +13,8 @@ LONG_S = 120.0
 def patient() -> Iterator[None]:
     """No test but those of silence, which set their own limits, ends by one of these."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("ANSWER_S", "CONNECT_S", "SILENT_S"):
+        for name in ("ANSWER_S", "CONNECT_S", "HEARTBEAT_TIMEOUT_S"):
             patch.setattr(f"phalanx.supervision.remote.{name}", LONG_S)
-        patch.setattr("phalanx.supervision.rank_agent.SILENT_S", LONG_S)
+        patch.setattr("phalanx.supervision.rank_agent.HEARTBEAT_TIMEOUT_S", LONG_S)
         patch.setattr("phalanx.supervision.tls_listener.HANDSHAKE_S", LONG_S)
         yield

@@ -196,7 +196,7 @@ def test_it_ends_when_the_server_falls_silent(tmp_path, monkeypatch):
     async def test(served: Served) -> None:
         there = await served.reach()
         process = await there.run(RunRank(["sleep", "60"]))
-        monkeypatch.setattr("phalanx.supervision.rank_agent.SILENT_S", 0.3)
+        monkeypatch.setattr("phalanx.supervision.rank_agent.HEARTBEAT_TIMEOUT_S", 0.3)
         process._tasks[1].cancel()  # its heartbeat
         process._connection.send(KeepAlive())  # from this one on
         child = psutil.Process(process.pid)
@@ -261,7 +261,7 @@ def test_a_silent_agent_is_lost(tmp_path, monkeypatch):
         assert b"b is lost: its agent has been silent for 0.2 s" in await process.stderr.read()
         from_agent.close()
 
-    monkeypatch.setattr(remote, "SILENT_S", 0.2)
+    monkeypatch.setattr(remote, "HEARTBEAT_TIMEOUT_S", 0.2)
     asyncio.run(main())
 
 

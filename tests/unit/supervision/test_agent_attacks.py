@@ -42,7 +42,7 @@ FLOOD = 1000
 PATIENT = """
 from phalanx.cli.main import run
 from phalanx.supervision import rank_agent, tls_listener
-rank_agent.SILENT_S = tls_listener.HANDSHAKE_S = 120.0
+rank_agent.HEARTBEAT_TIMEOUT_S = tls_listener.HANDSHAKE_S = 120.0
 run()
 """  # `phalanx`, but for limits that a busy machine may miss
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from phalanx.faults import recognise
@@ -26,24 +28,36 @@ def test_an_error_that_every_rank_logs_and_reports_is_in_the_reason_alone():
     assert log.held() == []
 
 
-@pytest.mark.parametrize("verbose", [False, True])
-def test_what_each_rank_of_a_good_start_says_stands_once_unless_all_is_asked_for(verbose):
-    shown = [
-        "rank 0: joined in 0.1 s",
-        "rank 0: loading 0.01 GiB of weights from /m",
-        "rank 0: loaded in 0.1 s: bfloat16",
-        "rank 1: loading failed twice",
-        "rank 1: a warning that is loaded in doubt",
-    ]
-    alike = [
-        "rank 0: rank 1 (vm, pid 7) on x86_64 connected from this machine",
-        "rank 0: joining 16 ranks over mpi, 60 s at most",
-        "rank 15: joining 16 ranks over mpi, 60 s at most",
-        "rank 15: joined in 0.1 s",
-        "rank 15: loading 0.01 GiB of weights from /m",
-        "rank 1: loaded in 0.1 s: bfloat16",
-    ]
-    assert printed(RankLog(verbose=verbose), *shown, *alike) == [*shown, *(alike if verbose else [])]
+DETAILS = [
+    "rank 0: joining 16 ranks over mpi, 60 s at most",
+    "rank 15: joined in 0.1 s",
+    "rank 0: rank 1 (vm, pid 7) on x86_64 connected from this machine",
+    "rank 3: stage 1, the last is 1: layers 5 to 7",
+    "rank 0: before loading:",
+    "  host rank weights",
+    "    vm    0    0.01",
+    "rank 0: loading 0.01 GiB of weights from /m",
+    "rank 0: loaded in 0.1 s: bfloat16",
+    "rank 0: up to 17.20 GiB of weights and caches stay in memory (wired); --no-wired-limit lets macOS page",
+    "rank 0: /a b/model: model type qwen3, 8 KVCache -> ragged rows",
+    "rank 0: kernels: native: avx512bf16, 2 threads: matmul",
+    "rank 0: kernels: MLX computes on Device(gpu, 0)",
+    "rank 0: self-test passed in 0.3 s: 8 ranks over mpi",
+]
+SUMMARY = "rank 0: context 4096 tokens; up to 16 rows; KV budget 8.33 GiB (8192 bytes a token), prefix cache 2.78 GiB"
+ALWAYS = [
+    "rank 1: loading failed twice",
+    "rank 1: a warning that is loaded in doubt",
+    "rank 0: kernels: MLX's own, on one thread (no compiler)",
+    "rank 0: speculation: off: the model keeps recurrent state",
+]
+
+
+def test_the_details_of_a_good_start_are_printed_with_debug_and_its_summary_with_info():
+    lines = [*DETAILS, SUMMARY, *ALWAYS]
+    assert printed(RankLog(logging.DEBUG), *lines) == lines
+    assert printed(RankLog(logging.INFO), *lines) == [SUMMARY, *ALWAYS]
+    assert printed(RankLog(logging.WARNING), *lines) == ALWAYS
 
 
 def test_the_reason_has_the_error_as_its_rank_wrote_it():
