@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from phalanx.http.body_budget import BodyLease
 from phalanx.http.content_encoding import Upload, read_body
+from phalanx.http.fair_quota import FairQuota
 from phalanx.http.media_types import require_json
-from phalanx.http.shares import Shares
 from phalanx.http.stream_records import RESUME_BYTES
 from phalanx.memory import trim_heap
 from phalanx.server.fields.json_fields import Readers
@@ -42,15 +42,15 @@ class Intake:
     def __init__(self, max_bytes: int, context: Callable[[], int | None]) -> None:
         self._max_bytes = max_bytes
         self._context = context
-        self._bytes = Shares(MAX_LARGE_BODIES * max_bytes)  # of bodies above SMALL_BYTES
-        self._before = Shares(MAX_LARGE_BODIES * RESUME_BYTES)  # of what comes before them
+        self._bytes = FairQuota(MAX_LARGE_BODIES * max_bytes)  # of bodies above SMALL_BYTES
+        self._before = FairQuota(MAX_LARGE_BODIES * RESUME_BYTES)  # of what comes before them
         self._parsing = asyncio.Lock()  # several threads would wait for the interpreter's lock before the event loop
 
     def memory(self, owner: str) -> BodyLease:
         """The memory of one body to be read; it has none yet. A context manager: leaving it frees the memory.
 
         Args:
-            owner: stands for the API key of the request; see `http/shares.py`.
+            owner: stands for the API key of the request; see `http/fair_quota.py`.
         """
         return _lease(self._bytes, owner)
 
@@ -94,7 +94,7 @@ class Intake:
                     await asyncio.to_thread(trim_heap)
 
 
-def _lease(budget: Shares, owner: str) -> BodyLease:
+def _lease(budget: FairQuota, owner: str) -> BodyLease:
     n = budget.capacity
     refusal = f"Other large requests are being read; together they may have {n} bytes (by --max-body-mb)."
     return BodyLease(budget, owner, refusal, small=SMALL_BYTES)

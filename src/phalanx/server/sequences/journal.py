@@ -154,7 +154,7 @@ class Journal:
         room that cannot be.
 
         Args:
-            owner: stands for the API key of the request; see `http/shares.py`.
+            owner: stands for the API key of the request; see `http/fair_quota.py`.
 
         Raises:
             EngineUnavailable: the engine is loading, restarting, failed or shutting down.

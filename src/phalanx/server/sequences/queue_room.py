@@ -6,7 +6,7 @@ Does not know sequences or the engine (`journal.py`).
 from __future__ import annotations
 
 from phalanx.errors import QueueFull
-from phalanx.http.shares import Shares
+from phalanx.http.fair_quota import FairQuota
 
 PROMPT_BODIES = 32  # of the largest size: the memory of prompts; 256 MiB are 51 prompts of 131,072 tokens
 TOKEN_BYTES = 40  # of a prompt here: a number of Python's and its place in a list; about as much at the leader
@@ -24,8 +24,8 @@ class QueueRoom:
 
     def __init__(self, *, max_num_seqs: int, queue: int, prompt_bytes: int) -> None:
         self._max_num_seqs = max_num_seqs
-        self._choices = Shares(max_num_seqs + queue)
-        self._prompts = Shares(prompt_bytes)
+        self._choices = FairQuota(max_num_seqs + queue)
+        self._prompts = FairQuota(prompt_bytes)
         self._last_end: float | None = None
         self._end_interval = 1.0  # seconds between ends of sequences, smoothed
 
