@@ -112,7 +112,7 @@ def create_app(
         defaults=defaults or GenerationDefaults(),
         eos_ids=frozenset(tokenizer.eos_ids),
         template_kwargs=config.default_chat_template_kwargs,
-        shapes=output_formats_of(config, tokenizer),
+        formats=output_formats_of(config, tokenizer),
         shows_tools=tokenizer.shows_tools,
         drop_tools=_note_once(served_names(config)[0]) if config.drops_tools else None,
         auto_tools=config.enable_auto_tool_choice,
@@ -135,8 +135,8 @@ def create_app(
     tokenize_prompts = Prompts(tokenizer, threads=1)  # a thread of its own: /tokenize must not delay completions
     keys = ApiKeys(config.api_key)
     calls = CallMemory()
-    chats = ChatEncoder(prompts, served.shapes, calls)
-    counted = ChatEncoder(tokenize_prompts, served.shapes, calls)
+    chats = ChatEncoder(prompts, served.formats, calls)
+    counted = ChatEncoder(tokenize_prompts, served.formats, calls)
     information = InfoEndpoints(config, engine, served, intake, tokenize_prompts, counted, health, metrics, keys)
     access = Access(keys, config.admin_key)
     ollama_info = OllamaEndpoints(

@@ -100,7 +100,7 @@ class ChoiceDecoder:
             last.append(self._parts.finish())
         return self._delta(last, self._sendable(ended=True), self.ending(event))
 
-    def known_end(self) -> Finished | None:
+    def finished_from_known_tokens(self) -> Finished | None:
         """How the choice has ended, if every token of it was committed before; None if it goes on."""
         request, known = self._request, self._request.committed
         if self.stopped_at is not None:

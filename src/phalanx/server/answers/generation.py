@@ -45,7 +45,7 @@ class Generation:
 
     Args:
         id: of the answer.
-        reading: how the choices' text is taken apart; None: all of it is content.
+        parser_config: how the choices' text is taken apart; None: all of it is content.
         watch: is told what the deltas are made of.
     """
 
@@ -57,15 +57,15 @@ class Generation:
         echoes: Sequence[str | None],
         *,
         id: str,
-        reading: ParserConfig | None = None,
+        parser_config: ParserConfig | None = None,
         watch: Watch | None = None,
     ) -> None:
         self._options = options
         self._requests = requests
-        self._reading = reading
+        self._parser_config = parser_config
         self._watch = watch
         stops = StopAutomaton(options.stop_strings) if options.stop_strings else None
-        marks = frozenset[int]() if reading is None else reading.marks
+        marks = frozenset[int]() if parser_config is None else parser_config.marks
         self._decoders = [
             ChoiceDecoder(
                 tokenizer, options, request, index, echoes[index // options.n], stops, self._parts(id, index), marks
@@ -90,7 +90,7 @@ class Generation:
         self._slots = slots
         n_tokens = 0
         for index, request in enumerate(self._requests):
-            if index in self._endings or self._decoders[index].known_end() is not None:
+            if index in self._endings or self._decoders[index].finished_from_known_tokens() is not None:
                 continue
             slots.submit([request], index)
             n_tokens += len(request.prompt)
@@ -102,7 +102,7 @@ class Generation:
         """The deltas that exist already: echoed prompts, and endings of choices that are known whole."""
         for index, decoder in enumerate(self._decoders):
             yield from self._take(index, None)
-            if index not in self._endings and (finished := decoder.known_end()) is not None:
+            if index not in self._endings and (finished := decoder.finished_from_known_tokens()) is not None:
                 yield from self._take(index, StreamEnd(finished, Timings(0.0)))
 
     async def deltas(self, keepalive_s: float | None) -> AsyncGenerator[list[Delta]]:
@@ -200,19 +200,19 @@ class Generation:
         return delta
 
     def _parts(self, id: str, index: int) -> AnswerParts | None:
-        if self._reading is None or (parser := self._reading.parser()) is None:
+        if self._parser_config is None or (parser := self._parser_config.parser()) is None:
             return None
-        return AnswerParts(parser, one_call=self._reading.one_call, id_of=partial(call_id, id, index))
+        return AnswerParts(parser, one_call=self._parser_config.one_call, id_of=partial(call_id, id, index))
 
     def _reasoning_tokens(self) -> int | None:
-        if self._reading is None or not self._reading.reasons:
+        if self._parser_config is None or not self._parser_config.reasons:
             return None
         return sum(decoder.reasoning_tokens for decoder in self._decoders)
 
     def _remember(self, decoder: ChoiceDecoder) -> None:
-        if self._reading is not None and self._reading.remember is not None:
+        if self._parser_config is not None and self._parser_config.remember is not None:
             if (written := decoder.written()) is not None:
-                self._reading.remember(*written)
+                self._parser_config.remember(*written)
 
 
 def merge(deltas: Sequence[Delta]) -> list[Delta]:

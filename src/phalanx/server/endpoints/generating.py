@@ -180,7 +180,7 @@ class CompletionEndpoints:
         prompts = encoded.prompts
         job.memory.free()
         answer = encoded.answer or job.options.answer
-        grammar = await self._grammars.output_grammar(answer, job.owner, encoded.whole)
+        grammar = await self._grammars.output_grammar(answer, job.owner, encoded.wrap)
 
         def plan() -> list[SequenceRequest]:
             planned = plan_sequences(
@@ -210,7 +210,7 @@ class CompletionEndpoints:
             requests,
             echoes,
             id=job.start.id,
-            reading=encoded.reading,
+            parser_config=encoded.parser_config,
             watch=job.migration.watch,
         )
 

@@ -190,7 +190,7 @@ class InfoEndpoints:
         return self._card(resolve_model(exchange.rest, self._served), self.loaded())
 
     def _card(self, name: str, info: ModelInfo) -> dict[str, Any]:
-        reasoning = self._served.shapes.reasoning
+        reasoning = self._served.formats.reasoning
         return {
             "id": name,
             "object": "model",

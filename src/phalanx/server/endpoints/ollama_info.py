@@ -138,7 +138,7 @@ class OllamaEndpoints:
             name=name,
             info=self._info(),
             calls_tools=self._served.tool_parser is not None and self._served.auto_tools,
-            reasons=self._served.shapes.reasoning is not None,
+            reasons=self._served.formats.reasoning is not None,
             since=self._since,
             template=self._template,
         )

@@ -49,14 +49,14 @@ class OutputFormats(Struct, frozen=True):
         return f"tool calls: {calls if shows_tools else 'none'}, reasoning: {reasoning}"
 
     def without_tools(self) -> OutputFormats:
-        """The shapes for a request without tools. (Harmony's channels are there all the same.)"""
+        """The formats for a request without tools. (Harmony's channels are there all the same.)"""
         if self.tools is None or isinstance(self.tools.format, HarmonyCalls):
             return self
         return msgspec.structs.replace(self, tools=None)
 
 
 def choose(template: str, added_tokens: Mapping[str, int]) -> OutputFormats:
-    """The shapes of a model with this chat template ("" without one)."""
+    """The formats of a model with this chat template ("" without one)."""
     tools = _tools_of(template, added_tokens)
     reasoning = next((name for name in REASONING if _reasons(REASONING[name], template, added_tokens)), "")
     if tools == "openai":
@@ -69,22 +69,22 @@ def choose(template: str, added_tokens: Mapping[str, int]) -> OutputFormats:
 
 
 def by_name(
-    shapes: OutputFormats, tool_parser: str | None = None, reasoning_parser: str | None = None
+    formats: OutputFormats, tool_parser: str | None = None, reasoning_parser: str | None = None
 ) -> OutputFormats:
-    """`shapes` with formats that a person chose by name; "none" for none of a kind.
+    """`formats` with formats that a person chose by name; "none" for none of a kind.
 
     Raises:
         KeyError: no format has this name; the names are `tool_parsers()` and `reasoning_parsers()`.
     """
     if tool_parser is not None:
         name = TOOL_ALIASES.get(tool_parser, tool_parser)
-        shapes = msgspec.structs.replace(shapes, tools=None if name == "none" else NamedToolFormat(name, TOOLS[name]))
+        formats = msgspec.structs.replace(formats, tools=None if name == "none" else NamedToolFormat(name, TOOLS[name]))
     if reasoning_parser is not None:
         name = REASONING_ALIASES.get(reasoning_parser, reasoning_parser)
-        shapes = msgspec.structs.replace(shapes, reasoning=None if name == "none" else REASONING[name])
-    if shapes.tools and isinstance(shapes.tools.format, HarmonyCalls):  # its calls and its reasoning are one format
-        shapes = msgspec.structs.replace(shapes, reasoning=REASONING["openai"])
-    return shapes
+        formats = msgspec.structs.replace(formats, reasoning=None if name == "none" else REASONING[name])
+    if formats.tools and isinstance(formats.tools.format, HarmonyCalls):  # its calls and its reasoning are one format
+        formats = msgspec.structs.replace(formats, reasoning=REASONING["openai"])
+    return formats
 
 
 def tool_parsers() -> list[str]:
@@ -98,7 +98,7 @@ def reasoning_parsers() -> list[str]:
 
 
 def make_parser(
-    shapes: OutputFormats,
+    formats: OutputFormats,
     *,
     tools: Sequence[ToolDefinition],
     in_reasoning: bool,
@@ -113,13 +113,13 @@ def make_parser(
         is_bound: a grammar says what follows the reasoning: calls, or content in which marks are text.
     """
     if not parse_tools:
-        shapes, tools = shapes.without_tools(), ()
-    if shapes.reasoning is None and shapes.tools is None:
+        formats, tools = formats.without_tools(), ()
+    if formats.reasoning is None and formats.tools is None:
         return None
-    form = shapes.tools.format if shapes.tools else None
-    if shapes.reasoning is REASONING["openai"]:
+    form = formats.tools.format if formats.tools else None
+    if formats.reasoning is REASONING["openai"]:
         form = TOOLS["openai"]
-    return FormatParser(shapes.reasoning, form, tools, in_reasoning=in_reasoning, is_bound=is_bound)
+    return FormatParser(formats.reasoning, form, tools, in_reasoning=in_reasoning, is_bound=is_bound)
 
 
 def _reasons(shape: ReasoningFormat, template: str, added_tokens: Collection[str]) -> bool:

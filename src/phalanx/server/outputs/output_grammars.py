@@ -24,7 +24,7 @@ from phalanx.server.outputs.pieces import ToolDefinition
 from phalanx.server.outputs.pythonic_calls import PythonicCalls
 
 
-def tool_grammar(shapes: OutputFormats, tools: Sequence[ToolDefinition], *, parallel: bool) -> dict[str, Any]:
+def tool_grammar(formats: OutputFormats, tools: Sequence[ToolDefinition], *, parallel: bool) -> dict[str, Any]:
     """An answer that is one call of one of `tools`, or with `parallel` one or more.
 
     Returns:
@@ -34,14 +34,14 @@ def tool_grammar(shapes: OutputFormats, tools: Sequence[ToolDefinition], *, para
         GrammarUnsupported: the model's format cannot bind a call to a tool's schema.
         ValueError: the model has no format of calls, or there are no tools.
     """
-    if shapes.tools is None or not tools:
+    if formats.tools is None or not tools:
         raise ValueError("a grammar of calls needs tools and a model with a format for them")
-    lark = Lark(shapes.added_tokens)
-    return lark.grammar(_calls(lark, shapes.tools.format, tools, parallel))
+    lark = Lark(formats.added_tokens)
+    return lark.grammar(_calls(lark, formats.tools.format, tools, parallel))
 
 
 def with_reasoning(
-    answer: Mapping[str, Any], shapes: OutputFormats, *, in_reasoning: bool, is_calls: bool = False
+    answer: Mapping[str, Any], formats: OutputFormats, *, in_reasoning: bool, is_calls: bool = False
 ) -> str:
     """The whole output as llguidance's serialised grammar: reasoning if the model reasons, and then the answer.
 
@@ -49,12 +49,12 @@ def with_reasoning(
         answer: an entry of llguidance's list: of `tool_grammar` (`is_calls`), or of an answer's own grammar.
         in_reasoning: the prompt ends inside of reasoning, so that the output begins there.
     """
-    lark = Lark(shapes.added_tokens)
-    tools = shapes.tools.format if shapes.tools else None
-    if isinstance(tools, HarmonyCalls) or (shapes.reasoning and shapes.reasoning.open.startswith(harmony.CHANNEL)):
+    lark = Lark(formats.added_tokens)
+    tools = formats.tools.format if formats.tools else None
+    if isinstance(tools, HarmonyCalls) or (formats.reasoning and formats.reasoning.open.startswith(harmony.CHANNEL)):
         start = _after_analysis(lark, is_calls)
-    elif shapes.reasoning:
-        start = _after_reasoning(lark, shapes.reasoning, tools, in_reasoning)
+    elif formats.reasoning:
+        start = _after_reasoning(lark, formats.reasoning, tools, in_reasoning)
     else:
         return json.dumps({"grammars": [answer]})
     return json.dumps({"grammars": [lark.grammar(f"{start} @answer"), {**answer, "name": "answer"}]})

@@ -63,26 +63,26 @@ class GrammarChecks:
             self._threads.submit(self._trial.start)
             self._threads.submit(self._compiler.prepare)
 
-    async def output_grammar(self, answer: AnswerGrammar | None, owner: str, whole: WrapGrammar = answer_alone) -> str:
+    async def output_grammar(self, answer: AnswerGrammar | None, owner: str, wrap: WrapGrammar = answer_alone) -> str:
         """The grammar of a model's whole output, which the engine can compile; empty if the output may be any text.
 
         Args:
             owner: stands for the API key of the request.
-            whole: puts what the model writes before its answer in front.
+            wrap: puts what the model writes before its answer in front.
 
         Raises:
             InvalidRequest: it cannot be compiled; names field, place and reason.
         """
         if answer is None:
             return ""
-        key = (answer.place, answer.is_gbnf, whole(answer.grammar))
+        key = (answer.place, answer.is_gbnf, wrap(answer.grammar))
         if key not in self._kept:
             turn = self._turns.setdefault(owner, asyncio.Lock())
             await turn.acquire()
             if key in self._kept:  # another request had the same
                 turn.release()
             else:
-                work = asyncio.get_running_loop().run_in_executor(self._threads, self._compile, answer, whole)
+                work = asyncio.get_running_loop().run_in_executor(self._threads, self._compile, answer, wrap)
                 work.add_done_callback(partial(self._on_compiled, key, turn))
                 await asyncio.shield(work)
         found = self._kept[key]
@@ -103,7 +103,7 @@ class GrammarChecks:
         """Cancel queued work and return at once; running work continues to its end."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _compile(self, answer: AnswerGrammar, whole: WrapGrammar) -> str | InvalidRequest:
+    def _compile(self, answer: AnswerGrammar, wrap: WrapGrammar) -> str | InvalidRequest:
         """The serialised grammar, or why there is none."""
         if self._compiler is None:
             return _refusal(answer, "this model names no token that ends an answer")
@@ -113,7 +113,7 @@ class GrammarChecks:
                 grammar = {"lark_grammar": self._trial.lark(grammar["lark_grammar"])}
             if (schema := grammar.get("json_schema")) is not None:
                 self._trial.check_schema(schema)
-            text = whole(grammar)
+            text = wrap(grammar)
             self._trial.check(text)
             self._compiler.check(text)
         except GrammarRefused as error:

@@ -51,7 +51,7 @@ class ApiModel(Struct, frozen=True, kw_only=True):
     defaults: GenerationDefaults
     eos_ids: frozenset[int]
     template_kwargs: Mapping[str, object]
-    shapes: OutputFormats = OutputFormats()  # in which the model writes calls and reasoning
+    formats: OutputFormats = OutputFormats()  # in which the model writes calls and reasoning
     shows_tools: bool = True  # the model's chat template shows it the tools of a request
     drop_tools: Callable[[], None] | None = None  # is told that a request's tools are left out; None: they are refused
     auto_tools: bool = True  # tools may be called where a request does not say so
@@ -62,7 +62,7 @@ class ApiModel(Struct, frozen=True, kw_only=True):
 
         It can if its template shows it the tools, and if the format in which it writes calls is known.
         """
-        return self.shapes.tools.name if self.shapes.tools is not None and self.shows_tools else None
+        return self.formats.tools.name if self.formats.tools is not None and self.shows_tools else None
 
 
 class AnswerGrammar(Struct, frozen=True, kw_only=True):

@@ -133,7 +133,7 @@ def _thinking(body: OllamaBody, served: ApiModel) -> dict[str, Any]:
         return {}
     if isinstance(think, str) and think not in LEVELS:
         raise invalid("think", f"think is {think[:40]!r}; it must be true, false, {', '.join(LEVELS)}.")
-    if think is not False and served.shapes.reasoning is None:
+    if think is not False and served.formats.reasoning is None:
         raise unsupported("think", "this model writes no reasoning that is recognised; see --reasoning-parser")
     level = {"reasoning_effort": think} if isinstance(think, str) else {}
     return {"enable_thinking": think is not False, **level}
