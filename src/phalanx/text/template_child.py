@@ -1,6 +1,6 @@
 """The program of the process that renders chat templates: reads jobs from stdin, a line of JSON each, and answers.
 
-Sets the limits of a job before it reads more of it. Does not know who starts it (`template_process.py`).
+Sets the limits of a job before it reads the rest of it. `template_process.py` starts it.
 """
 
 from __future__ import annotations
