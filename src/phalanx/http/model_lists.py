@@ -27,7 +27,7 @@ FORMS: Sequence[Callable[[str], str]] = (
 
 
 def name_meant(asked: str, names: Iterable[str]) -> str | None:
-    """The one of these names that a client means, who may add or leave out Ollama's tag or use another case."""
+    """The one of these names that a client means; it may add or leave out Ollama's tag, or use another case."""
     known = tuple(names)
     return next((name for form in FORMS for name in known if form(name) == form(asked)), None)
 

@@ -55,7 +55,7 @@ def _refused(grammar: str, special: tuple[str, ...]) -> str:
     known = TOKEN_ID.sub(f"<[{MARK_ID}]>", grammar)  # any token does here
     matcher = LLMatcher(_tokenizer(special), known, log_level=0, limits=LIMITS)
     if not matcher.is_error():
-        try_first_masks(matcher)  # bytes force more than tokens do, of which a longer one may begin with a brace
+        try_first_masks(matcher)  # with bytes a grammar forces more than with tokens: these may join a brace to more
     return reason_of(matcher)[:REASON_CHARS]
 
 

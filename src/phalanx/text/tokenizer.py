@@ -127,7 +127,7 @@ class Tokenizer:
                 remedy="Give a template with --chat-template.",
             ) from error
         if "user" not in shown:
-            log.warning("the %s does not show what a user writes; requests may be refused", self._template_name)
+            log.warning("the %s does not show users' messages; requests may be refused", self._template_name)
 
     @cached_property
     def _forms(self) -> tuple[frozenset[str], frozenset[str]]:

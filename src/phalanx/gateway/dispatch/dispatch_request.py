@@ -6,7 +6,7 @@ from msgspec import Struct
 
 
 class Affinity(Struct, frozen=True):
-    """What the requests of one conversation have in common.
+    """Identifies the requests of one conversation.
 
     Args:
         session: the name that the client gives it; "" if it gives none.

@@ -304,7 +304,7 @@ class Proxy:
         now, since = self._clock(), call.failover.gap_since
         if since is not None:
             self._metrics.gap(now - since)
-            log.info("%s: the stream goes on at %s after %.2f s", call.exchange.id, replica.name, now - since)
+            log.info("%s: %s continues the stream after %.2f s", call.exchange.id, replica.name, now - since)
         call.failover.first_byte(now)
 
     def _note_first_text(self, exchange: ClientExchange) -> None:

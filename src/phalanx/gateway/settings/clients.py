@@ -44,7 +44,7 @@ class Clients:
         return self._accepted.may_see_details(headers)
 
     def name(self, owner: str) -> str:
-        """What the file calls an owner, for the log."""
+        """The owner's name in the file, for the log."""
         return self._names.get(owner, owner[:8] or "-")
 
     def begin(self, owner: str) -> KeyUse:

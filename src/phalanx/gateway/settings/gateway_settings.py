@@ -37,13 +37,13 @@ class GatewayConfig(Struct, frozen=True, kw_only=True):
     """A key clients must send, without limits of its own; may be repeated."""
     allowed_hosts: Annotated[tuple[str, ...], Flag("HTTP")] = ()
     """Without keys: name in clients' Host header besides this machine's own, or `*` for all; may be repeated. Others
-    are refused: a web page could ask under a name of its own."""
+    are refused: a web page could use a name of its own."""
     keys: Annotated[str | None, Flag("HTTP", is_file=True)] = None
     """TOML file of API keys with their limits; reloaded when it changes."""
     admin_key: Annotated[str | None, Flag("HTTP", variable=GATEWAY_ADMIN_KEY_VARIABLE, is_key=True)] = None
     """Key of the admin API at /admin, which is off without it."""
     ssl_certfile: Annotated[str | None, Flag("HTTP", is_file=True)] = None
-    """Certificate chain (PEM): the gateway speaks HTTPS."""
+    """Certificate chain (PEM); enables HTTPS."""
     ssl_keyfile: Annotated[str | None, Flag("HTTP", is_file=True)] = None
     """Its private key, unless it is in the same file."""
     prometheus_port: Annotated[int | None, Meta(ge=0, le=65535), Flag("HTTP", default="the same port")] = None

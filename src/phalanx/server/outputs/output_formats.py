@@ -1,6 +1,6 @@
-"""Which formats of reasoning and calls a model writes: by its chat template, as mlx-lm tells them, or by name.
+"""Finds a model's formats of reasoning and calls: by its chat template, as mlx-lm does, or by name.
 
-Does not know how the formats are read (`formats.py` is the table) or which requests want what.
+`formats.py` is the table of formats.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ XTML = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 
 
 class OutputFormats(Struct, frozen=True):
-    """What a model writes besides content. `added_tokens`: text -> id of the tokens that no other text becomes."""
+    """A model's formats besides content. `added_tokens`: text -> id of the tokenizer's added tokens."""
 
     reasoning: ReasoningFormat | None = None
     tools: NamedToolFormat | None = None
@@ -34,22 +34,22 @@ class OutputFormats(Struct, frozen=True):
 
     @property
     def marks(self) -> frozenset[str]:
-        """The added tokens, special ones too, that have to be decoded as text for the text to be taken apart."""
+        """The added tokens, special ones too, that must be decoded as text for the parser."""
         texts = (*(self.reasoning.texts if self.reasoning else ()), *(self.tools.format.texts if self.tools else ()))
         return frozenset(token for token in self.added_tokens if any(token in text for text in texts))
 
     def describe(self, *, shows_tools: bool = True) -> str:
-        """For people: "tool calls: hermes, reasoning: think".
+        """A line for the log: "tool calls: hermes, reasoning: think".
 
         Args:
-            shows_tools: whether the model's chat template shows it the tools of a request.
+            shows_tools: whether the chat template shows a request's tools to the model.
         """
         calls = self.tools.name if self.tools else "not recognised"
         reasoning = self.reasoning.name if self.reasoning else "none"
         return f"tool calls: {calls if shows_tools else 'none'}, reasoning: {reasoning}"
 
     def without_tools(self) -> OutputFormats:
-        """The formats for a request without tools. (Harmony's channels are there all the same.)"""
+        """The formats for a request without tools. (Harmony keeps its channels.)"""
         if self.tools is None or isinstance(self.tools.format, HarmonyCalls):
             return self
         return msgspec.structs.replace(self, tools=None)
@@ -71,7 +71,7 @@ def choose(template: str, added_tokens: Mapping[str, int]) -> OutputFormats:
 def by_name(
     formats: OutputFormats, tool_parser: str | None = None, reasoning_parser: str | None = None
 ) -> OutputFormats:
-    """`formats` with formats that a person chose by name; "none" for none of a kind.
+    """`formats`, with those that flags name; "none" for none.
 
     Raises:
         KeyError: no format has this name; the names are `tool_parsers()` and `reasoning_parsers()`.
@@ -105,12 +105,12 @@ def make_parser(
     parse_tools: bool,
     is_bound: bool = False,
 ) -> OutputParser | None:
-    """What takes one answer's text apart; None if the text is all content.
+    """The parser of one answer's text; None if the text is all content.
 
     Args:
         in_reasoning: the prompt ends inside of reasoning (`ReasoningFormat.is_open`).
-        parse_tools: calls are looked for; else their text is content.
-        is_bound: a grammar says what follows the reasoning: calls, or content in which marks are text.
+        parse_tools: parse calls; else their text is content.
+        is_bound: a grammar constrains the text after the reasoning to calls, or to content in which marks are text.
     """
     if not parse_tools:
         formats, tools = formats.without_tools(), ()

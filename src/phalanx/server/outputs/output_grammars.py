@@ -1,7 +1,7 @@
-"""Grammars, for llguidance, of calls in a model's own format, and of an answer after reasoning.
+"""Writes grammars, for llguidance, of calls in a model's own format, and of an answer after reasoning.
 
-What a grammar here lets through, `format_parser.py` reads as whole calls whose arguments follow the tool's schema (but
-for `format`, which is not enforced). Marks that are tokens of the vocabulary are written as tokens. Does not compile.
+`format_parser.py` parses every text that a grammar here allows into whole calls whose arguments follow the tool's
+schema (except `format`, which is not enforced). Marks that are tokens of the vocabulary are written as tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from phalanx.server.outputs.pythonic_calls import PythonicCalls
 
 
 def tool_grammar(formats: OutputFormats, tools: Sequence[ToolDefinition], *, parallel: bool) -> dict[str, Any]:
-    """An answer that is one call of one of `tools`, or with `parallel` one or more.
+    """An answer of one call of one of `tools`; with `parallel`, of one or more.
 
     Returns:
         An entry of llguidance's `{"grammars": [...]}`.
@@ -61,7 +61,7 @@ def with_reasoning(
 
 
 def _after_reasoning(lark: Lark, shape: ReasoningFormat, tools: ToolFormat | None, in_reasoning: bool) -> str:
-    """What stands before the answer: reasoning that the prompt began, or that the model may begin."""
+    """The part before the answer: reasoning that the prompt began, or that the model may begin."""
     ends = (shape.close, *(tools.opens if tools and not isinstance(tools, HarmonyCalls) else ()))
     block = _text_until(lark, ends) + " " + lark.rule(r'"\n"? "\n"?')
     if in_reasoning:
@@ -121,7 +121,7 @@ def _one_of(lark: Lark, expressions: Sequence[str]) -> str:
 
 
 def _arguments(lark: Lark, tool: ToolDefinition) -> str:
-    """An expression for all arguments as one JSON object. It has no members that the schema does not name."""
+    """An expression for all arguments as one JSON object, without members that the schema does not name."""
     schema = {"type": "object", **(tool.parameters or {"properties": {}})}
     if schema.get("properties") == {} and not schema.get("required"):
         schema.setdefault("additionalProperties", False)

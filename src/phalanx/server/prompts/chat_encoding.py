@@ -1,6 +1,6 @@
-"""From a chat request to what its answer needs: the prompt, a grammar, and how the text is taken apart.
+"""Encodes a chat request: its prompt, its grammar, and the parser of its answers.
 
-Remembers the answers that call tools, and gives them back in later prompts.
+Remembers the answers that call tools, and reuses their tokens in later prompts.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class Encoded(Struct, frozen=True, kw_only=True):
     prompts: list[list[int]]
     is_recalled: bool = False  # see `Rendered`
     answer: AnswerGrammar | None = None  # takes the place of the options' own
-    wrap: WrapGrammar = answer_alone  # of the answer's grammar, that of the model's whole output
+    wrap: WrapGrammar = answer_alone  # the answer's grammar -> the grammar of the model's whole output
     parser_config: ParserConfig | None = None
 
 
 def union_grammar(one: str, other: str) -> str:
-    """A grammar of what matches one of two grammars; all three are serialised."""
+    """A grammar that matches what either of two grammars matches; all three are serialised."""
     entries: list[dict[str, Any]] = [{"lark_grammar": "start: @either_0 | @either_1"}]
     for i, grammar in enumerate((one, other)):
         first, *rest = msgspec.json.decode(grammar)["grammars"]
-        for entry in rest:  # names are global
+        for entry in rest:  # whose names are global
             own = f"{entry['name']}_{i}"
             first = {**first, "lark_grammar": first["lark_grammar"].replace(f"@{entry['name']}", f"@{own}")}
             entries.append({**entry, "name": own})
@@ -67,10 +67,10 @@ class ChatEncoder:
         self._memory = None if formats.tools is None else memory
 
     async def encode(self, request: ChatRequest, owner: str, limit: int, begun: list[int] | None = None) -> Encoded:
-        """The request's prompt and what its answer has to be.
+        """The request's prompt, and the grammar and parser of its answer.
 
         Args:
-            owner: whose API key it has.
+            owner: of its API key.
             limit: tokens of the context.
             begun: see `Prompts.encode_chat`.
 
@@ -91,7 +91,7 @@ class ChatEncoder:
         return await self._with_calls(encoded, request, in_reasoning)
 
     async def _with_calls(self, encoded: Encoded, request: ChatRequest, in_reasoning: bool) -> Encoded:
-        """With a grammar where the answer has to be a call, or may be one beside what `response_format` says."""
+        """With a grammar if the answer must be a call, or may be one instead of the request's own format."""
         tools = request.tools
         if tools is None or not (tools.required or request.options.answer):
             return encoded
@@ -113,7 +113,7 @@ class ChatEncoder:
         return replace(encoded, answer=answer, wrap=lambda other: union_grammar(wrap(calls), encoded.wrap(other)))
 
     def _wrap(self, in_reasoning: bool, *, is_calls: bool = False) -> WrapGrammar:
-        """Puts the reasoning that the model writes first in front of a grammar."""
+        """A function that puts the model's reasoning before a grammar."""
         if self._formats.reasoning is None:
             return answer_alone
         return partial(with_reasoning, formats=self._formats, in_reasoning=in_reasoning, is_calls=is_calls)
