@@ -268,9 +268,9 @@ def decodes_bytes(tokenizer: Tokenizer) -> bool:
 
 
 def _from_buffer(path: Path, text: bytes) -> Tokenizer:
-    def unreadable(words: str) -> ModelUnsupported:
+    def unreadable(reason: str) -> ModelUnsupported:
         return ModelUnsupported(
-            f"{path / 'tokenizer.json'} cannot be loaded: {words}", remedy="Copy the model's tokenizer.json there."
+            f"{path / 'tokenizer.json'} cannot be loaded: {reason}", remedy="Copy the model's tokenizer.json there."
         )
 
     try:

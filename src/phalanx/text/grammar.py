@@ -39,7 +39,7 @@ LIMITS = LLParserLimits(
 are for a vocabulary of 150,000 tokens."""
 
 
-class _Words:
+class _TokenizerAdapter:
     """A tokenizer in the form that llguidance asks for. It tokenises bytes that grammars force in the middle of a text.
 
     Tokens that do not spell exactly these bytes would make llguidance allow a wrong token. Some tokenizers put a space
@@ -167,9 +167,9 @@ class GrammarCompiler:
         if not eos_ids:  # llguidance needs one
             eos_ids = [len(tokens)]
             tokens, special = [*tokens, b"<end>"], [*special, len(tokens)]
-        words = TokenizerWrapper(_Words(tokenizer, tokens, special, eos_ids))
+        adapter = TokenizerWrapper(_TokenizerAdapter(tokenizer, tokens, special, eos_ids))
         # In two calls, because each holds the interpreter's lock, for 0.1 s per 50,000 tokens; heartbeats wait for it.
-        return LLTokenizer(words, eos_token=eos_ids, slices=[]).with_slices(LLTokenizer.general_slices())
+        return LLTokenizer(adapter, eos_token=eos_ids, slices=[]).with_slices(LLTokenizer.general_slices())
 
 
 def try_first_masks(matcher: LLMatcher) -> None:
@@ -183,5 +183,5 @@ def try_first_masks(matcher: LLMatcher) -> None:
 def reason(matcher: LLMatcher) -> str:
     """Why a matcher failed: llguidance's message, on one line."""
     error, _, _ = matcher.get_error().removesuffix("<non-verbose/>").partition("<backtrace>")
-    words = " ".join(error.split())
-    return "no text matches it" if words == NOTHING_MATCHES else words
+    message = " ".join(error.split())
+    return "no text matches it" if message == NOTHING_MATCHES else message

@@ -14,7 +14,7 @@ from phalanx.errors import PhalanxError
 
 @contextmanager
 def library_errors(error: Callable[[str], PhalanxError]) -> Iterator[None]:
-    """Raise `error(words)` if the library fails; other errors pass."""
+    """Raise `error(message)` if the library fails; other errors pass."""
     try:
         yield
     except BaseException as problem:

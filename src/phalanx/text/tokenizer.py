@@ -59,7 +59,7 @@ class Tokenizer:
             ModelUnsupported: the directory has no tokenizer, or no library can load it; a file of settings is damaged;
                 or text does not come back from encoding and decoding.
         """
-        with library_errors(lambda words: tokenizer_files.unloadable(path, words)):
+        with library_errors(lambda reason: tokenizer_files.unloadable(path, reason)):
             backend = tokenizer_files.load(path, trust_remote_code=trust_remote_code, chat_template=chat_template)
             eos_ids = tokenizer_files.eos_ids(path, backend)
             if not eos_ids:
@@ -320,5 +320,5 @@ class Tokenizer:
         return ids[-1] if ids else 0
 
 
-def _fails(words: str) -> InvalidRequest:
-    return InvalidRequest(f"The model's tokenizer fails on this text: {words}")
+def _fails(reason: str) -> InvalidRequest:
+    return InvalidRequest(f"The model's tokenizer fails on this text: {reason}")

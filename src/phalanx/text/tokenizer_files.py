@@ -47,7 +47,7 @@ def load(path: Path, *, trust_remote_code: bool, chat_template: str | None) -> B
         return _checked(path, backend)
     library = _transformers(path)
     try:
-        with library_errors(lambda words: unloadable(path, words)):
+        with library_errors(lambda reason: unloadable(path, reason)):
             return _checked(path, library.load(path, trust_remote_code=trust_remote_code, chat_template=chat_template))
     except ModelUnsupported as error:
         # Conversions name classes whose rules are not those of the file, and settings that transformers refuses.
@@ -70,10 +70,10 @@ def eos_ids(path: Path, backend: Backend) -> frozenset[int]:
     return backend.eos_ids | stated | (configured & backend.special if stated else configured)
 
 
-def unloadable(path: Path, words: str) -> ModelUnsupported:
-    """The error for a tokenizer on which its library fails with these words."""
+def unloadable(path: Path, reason: str) -> ModelUnsupported:
+    """The error for a tokenizer on which its library fails with this message."""
     return ModelUnsupported(
-        f"The tokenizer in {path} cannot be loaded: {words}", remedy="Copy the model's tokenizer.json there."
+        f"The tokenizer in {path} cannot be loaded: {reason}", remedy="Copy the model's tokenizer.json there."
     )
 
 

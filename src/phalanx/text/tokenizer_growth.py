@@ -78,7 +78,7 @@ def rules_of(tokenizer: Tokenizer) -> TokenizerRules:
 
 def check_rules(file: Path, rules: TokenizerRules) -> None:
     """As `check_growth`, for the rules of a file or directory."""
-    with library_errors(lambda words: _refused(file, "", f"cannot be loaded: {words}")):
+    with library_errors(lambda reason: _refused(file, "", f"cannot be loaded: {reason}")):
         for parts in (TO_TOKENS, TO_TEXT):
             steps = [(part, rule) for part in parts for rule in _steps(getattr(rules, part))]
             texts = [text for _, rule in steps for text in _texts(rule)]

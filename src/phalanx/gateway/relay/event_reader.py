@@ -90,7 +90,7 @@ class EventReader:
         self.fault = ""
         """What is wrong with the stream after the events that passed; empty if nothing is."""
         self.usage = b""
-        """The last event's counts of tokens that had any, as `AnswerCounts.as_json`; empty if there were none."""
+        """Token counts of the last event that had any, as `AnswerCounts.as_json`; empty if there were none."""
 
     @property
     def n_tokens(self) -> int:
