@@ -18,7 +18,7 @@ from phalanx.text.schema_places import reached
 
 EXACT = 1 << 53
 """Below this, llguidance's 64-bit floats represent every integer."""
-LARGEST = 1 << 63  # of its 64-bit bounds of integers; at the least of them it recurses until its stack overflows
+INT64_LIMIT = 1 << 63  # of its 64-bit bounds of integers; at the least of them it recurses until its stack overflows
 MAX_MULTIPLE = (1 << 32) // 10  # its remainders have 32 bits, and it appends a digit to them
 MAX_POWER = 308  # of ten, by which its JSON library multiplies or divides a float's digits
 EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
@@ -59,7 +59,7 @@ def _numbers(part: Mapping[str, Any]) -> Iterator[tuple[list[str], float, bool]]
             yield keys, leaf, _keeps(leaf, as_decimal=isinstance(leaf, float))
     for inclusive, exclusive in EXCLUSIVE.items():
         if _is_number(value := part.get(inclusive)):
-            limit = EXACT if part.get(exclusive) is True else LARGEST
+            limit = EXACT if part.get(exclusive) is True else INT64_LIMIT
             yield [inclusive], value, (abs(value) < limit and _keeps(value)) or _is_int64(part, inclusive)
         if _is_number(value := part.get(exclusive)):
             yield [exclusive], value, abs(value) < EXACT  # 1 is added or subtracted
@@ -87,20 +87,20 @@ def _keeps(number: float, *, as_decimal: bool = True) -> bool:
     """
     if abs(number) <= EXACT:
         return True
-    if abs(number) >= LARGEST or float(number) != number:
+    if abs(number) >= INT64_LIMIT or float(number) != number:
         return False
     return not as_decimal or Decimal(repr(float(number))) == int(number)
 
 
 def _is_int64(part: Mapping[str, Any], keyword: str) -> bool:
     """Whether this is the largest integer of 64 bits as an integer's bound, which is exact by rounding twice."""
-    return keyword == "maximum" and part.get("type") == "integer" and bool(part[keyword] == LARGEST - 1)
+    return keyword == "maximum" and part.get("type") == "integer" and bool(part[keyword] == INT64_LIMIT - 1)
 
 
 def _coefficient(*numbers: float) -> int:
     """A number without its decimal point: 25 for 0.25; for several, the product, scaled to equally many decimals."""
-    if any(abs(number) >= LARGEST for number in numbers):
-        return LARGEST
+    if any(abs(number) >= INT64_LIMIT for number in numbers):
+        return INT64_LIMIT
     digits = [_digits(Decimal(repr(number)).normalize()) for number in numbers]
     least = min(0, *(exponent for _, exponent in digits))
     return math.prod(significand * 10 ** (exponent - least) for significand, exponent in digits)
