@@ -392,7 +392,7 @@ def test_a_client_may_leave_while_its_stream_has_no_replica():
                 await until(lambda: waiting(client) == 1)
                 response.close()
             await until(lambda: waiting(client) == 0)
-            while 'outcome="abandoned"' not in await metrics(client):
+            while 'outcome="cancelled"' not in await metrics(client):
                 await asyncio.sleep(0.01)
             requests = (await client.get("/health"))[1]["requests"]
             assert (requests["running"], requests["waiting"]) == (0, 0)
@@ -477,7 +477,7 @@ def test_without_a_key_that_is_taken_a_stream_ends_with_its_replica(settings, ca
                 assert asked == [None]
                 return
             assert sorted(asked, key=str) == [None, "bad", "bad"]  # each is asked with it once
-            assert caplog.text.count("does not take its admin key") == 2
+            assert caplog.text.count("refuses its admin key") == 2
 
     run(scenario())
 

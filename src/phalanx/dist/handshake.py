@@ -38,7 +38,7 @@ from phalanx.dist.peers import (
     encode,
 )
 from phalanx.errors import FrameError, GroupError, PeerMissing, PeerRefused
-from phalanx.http.connection_table import ConnectionLimits, ConnectionPlace, ConnectionTable
+from phalanx.http.connection_table import ConnectionLimits, ConnectionSlot, ConnectionTable
 from phalanx.tls.host_credentials import Credentials, accepting, connecting
 from phalanx.tls.session import TlsSession
 
@@ -131,7 +131,7 @@ class LeaderHandshake:
         self._me = me
         self._limits = limits
         self._table = ConnectionTable(ConnectionLimits(MAX_CANDIDATES, MAX_CANDIDATES))
-        self._candidates: dict[_Candidate, ConnectionPlace] = {}
+        self._candidates: dict[_Candidate, ConnectionSlot] = {}
         self._members: dict[int, Member] = {}
         self._selector = selectors.DefaultSelector()
         self._drops = 0

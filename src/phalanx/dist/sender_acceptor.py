@@ -15,7 +15,7 @@ import ssl
 import threading
 import time
 
-from phalanx.http.connection_table import ConnectionLimits, ConnectionPlace, ConnectionTable
+from phalanx.http.connection_table import ConnectionLimits, ConnectionSlot, ConnectionTable
 from phalanx.tls.failures import predicate_of
 
 log = logging.getLogger("phalanx.channel")
@@ -44,7 +44,7 @@ class SenderAcceptor:
         self._hello = hello
         self._name = name
         self._table = ConnectionTable(ConnectionLimits(MAX_CANDIDATES, MAX_CANDIDATES))
-        self._candidates: dict[socket.socket, ConnectionPlace] = {}
+        self._candidates: dict[socket.socket, ConnectionSlot] = {}
         self._drops = 0
         self._lock = threading.Lock()
         self._found: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()

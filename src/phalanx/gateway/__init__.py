@@ -1,1 +1,1 @@
-"""One address for many replicas: health, dispatch, a fair queue and a proxy. Knows no models."""
+"""One address for many replicas: health checks, dispatch, a fair queue and a proxy."""

@@ -2,12 +2,12 @@
 
     GET    /admin/replicas
     POST   /admin/replicas                  {"name", "url", "weight", "max_in_flight", "key", "admin_key"}
-    POST   /admin/replicas/NAME/drain       answers when its requests have ended, or after ?timeout=30 seconds
+    POST   /admin/replicas/NAME/drain       answers once its requests have ended, or after ?timeout=30 seconds
     POST   /admin/replicas/NAME/resume
-    DELETE /admin/replicas/NAME             as drain; what has not ended in time goes on elsewhere or ends with an error
+    DELETE /admin/replicas/NAME             as drain; then its unfinished requests move to other replicas, or fail
 
-A replica that is added has the keys that it is given here, or none: whoever has the admin key alone learns no other
-replica's. `gateway_app.py` has checked it.
+An added replica gets only the keys given here: a holder of the admin key cannot learn the keys of other replicas.
+`gateway_app.py` checks the admin key.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ ROOT = "/admin/replicas"
 CALLS = (
     Operation("GET", ROOT, "The replicas."),
     Operation("POST", ROOT, "Add a replica.", ReplicaFields),
-    Operation("POST", ROOT + "/{name}/drain", "Give it no more requests; answers when those it has have ended."),
-    Operation("POST", ROOT + "/{name}/resume", "Give it requests again."),
-    Operation("DELETE", ROOT + "/{name}", "Drain it and take it out."),
+    Operation("POST", ROOT + "/{name}/drain", "Send it no new requests; answers once its running ones have ended."),
+    Operation("POST", ROOT + "/{name}/resume", "Send it requests again."),
+    Operation("DELETE", ROOT + "/{name}", "Drain and remove it."),
 )
 WAIT_S = 30.0  # for a replica's requests, unless the caller says otherwise
 
@@ -46,7 +46,7 @@ class Admin:
     """See the module's docstring.
 
     Args:
-        from_file: the replicas are those of a file, so that only the file adds and removes.
+        from_file: the --replicas file; with it, only changes to the file add and remove replicas.
     """
 
     def __init__(self, dispatcher: AsyncDispatcher, fleet: Fleet, proxy: Proxy, *, from_file: str | None) -> None:
@@ -80,7 +80,7 @@ class Admin:
         try:
             added = _read(body)
         except msgspec.DecodeError as error:
-            raise InvalidRequest(f"The body is no replica: {error}.") from error
+            raise InvalidRequest(f"The body does not describe a replica: {error}.") from error
         try:
             return self._fleet.add(added.spec_by_api())
         except ConfigError as error:

@@ -1,6 +1,6 @@
-"""The gateway's routes: what it answers itself, what only an admin may ask, and what goes to replicas.
+"""The gateway's routes: its own endpoints, the admin API, and the paths that replicas answer.
 
-Does not know sockets and signals (`gateway_process.py`).
+`gateway_process.py` handles sockets and signals.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from phalanx.http.application import Application
 from phalanx.http.connection_table import HEALTH_PATHS
 from phalanx.http.content_encoding import read_body
 from phalanx.http.cross_origin import CrossOrigin
+from phalanx.http.fair_quota import FairQuota
 from phalanx.http.http_exchange import GREETING, Answer, Exchange, Reply, json_answer
 from phalanx.http.media_types import require_json
 from phalanx.http.model_lists import LM_STUDIO, lm_studio_card, lm_studio_list, model_card, model_list, name_meant
 from phalanx.http.openapi import Operation, document
 from phalanx.http.router import Route, Router
-from phalanx.http.shares import Shares
 from phalanx.http.vector_requests import BARE_PATHS, VECTOR_PATHS, no_vectors
 
 PROXIED = ("/v1/{path}", "/api/{path}", "/tokenize", "/detokenize", "/tokenizer_info", *BARE_PATHS)
-"""What goes to replicas; the others are paths of phalanx's and vLLM's servers outside of /v1."""
+"""Paths proxied to replicas, among them those of phalanx's and vLLM's servers outside /v1."""
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 PASSED_ON = (
     *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"),
     *("/v1/responses/input_tokens", "/api/chat", "/api/generate", "/api/show", "/tokenize", "/detokenize"),
 )
-"""The paths of phalanx's servers that clients ask at; whatever else is below those above is passed on as well."""
+"""Endpoints of phalanx's servers, for /openapi.json; every other path below `PROXIED` is proxied as well."""
 DOTS = frozenset((".", ".."))  # a server might take /v1/../x for /x, which is not for clients
 ADMIN_BODY = 1 << 16  # bytes; one replica takes some hundred
 
@@ -51,11 +51,11 @@ class App:
     """Answers requests.
 
     Args:
-        admin_key: None: there is no admin API.
-        aliases: of models.
-        hosts: under which it may be addressed where no key is needed.
-        serves_metrics: /metrics is answered here, and not at a port of its own.
-        metrics_open: without a key.
+        admin_key: None disables the admin API.
+        aliases: alias -> model.
+        hosts: accepted Host headers while no key is needed.
+        serves_metrics: serve /metrics here, not at a port of its own.
+        metrics_open: serve /metrics without a key.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class App:
         self._fleet = fleet
         self._aliases = aliases
         self._hosts = hosts
-        self._admin_memory = Shares(ADMIN_BODY)
+        self._admin_memory = FairQuota(ADMIN_BODY)
         metrics_route = Route("GET", "/metrics", self._metrics_text, None if metrics_open else self._note_owner)
         own = [*self._own_routes(), *([metrics_route] if serves_metrics else [])]
         passed_on = "Passed on; a replica's /openapi.json has its fields."
@@ -97,9 +97,9 @@ class App:
         passed = [Route(method, path, self._forward, self._note_owner) for path in PROXIED for method in METHODS]
         self.application = self._application([*own, *passed])
         self.metrics_application = self._application([metrics_route])
-        """Of a port of its own."""
+        """Serves --prometheus-port."""
         self.closing = ""
-        """Why new requests are refused."""
+        """Why new requests are refused; empty while they are not."""
         self.unfinished = 0
         """Proxied requests that are not answered yet."""
         self._idle = asyncio.Event()
@@ -111,7 +111,7 @@ class App:
         self.application.is_draining = True
 
     async def wait_until_idle(self, limit_s: float, *, unless: asyncio.Event | None = None) -> bool:
-        """Wait until no request is unfinished, so long at most and until `unless` is set. Returns whether none is."""
+        """Wait until every request has ended, `unless` is set or the limit is over. Returns whether all have ended."""
         events = [self._idle, *([unless] if unless is not None else [])]
         waiting = [asyncio.create_task(event.wait()) for event in events]
         await asyncio.wait(waiting, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
@@ -154,7 +154,7 @@ class App:
             )
         exchange.owner = ""
 
-    # What goes to replicas -------------------------------------------------------------------------------------
+    # Proxied requests ------------------------------------------------------------------------------------------
 
     async def _forward(self, exchange: Exchange) -> Reply:
         if DOTS.intersection(exchange.path.split("/")):
@@ -177,7 +177,7 @@ class App:
         try:
             return await exchange.unless_lost(answer)
         except PhalanxError as error:
-            client.n_tokens = 0  # an error takes nothing
+            client.n_tokens = 0  # an error is not charged
             if isinstance(error, UnknownModel) and exchange.path in VECTOR_PATHS:
                 raise no_vectors(str(error)) from error
             raise
@@ -194,7 +194,7 @@ class App:
             name = self._clients.name(client.owner)
             exchange.remark = f", {client.n_tokens} tokens of {name} in {whole:.3f} s, {text}"
 
-    # What the gateway answers itself ---------------------------------------------------------------------------
+    # The gateway's own endpoints -------------------------------------------------------------------------------
 
     async def _health(self, exchange: Exchange) -> Answer:
         """Whether a replica can take requests."""
@@ -220,11 +220,11 @@ class App:
         return json_answer({"version": __version__})
 
     async def _openapi(self, _: Exchange) -> Answer:
-        """What this gateway answers at which path."""
+        """This description of the gateway's paths."""
         return self._described
 
     async def _root(self, _: Exchange) -> Answer:
-        """That there is a gateway."""
+        """A greeting, for clients that look for a server."""
         return GREETING
 
     async def _models(self, exchange: Exchange) -> Answer:
@@ -232,30 +232,30 @@ class App:
         return json_answer(model_list(self._cards(), exchange.headers, exchange.query))
 
     async def _model(self, exchange: Exchange) -> Answer:
-        """One of them."""
+        """One model."""
         return json_answer(model_card(self._asked_for(exchange), exchange.headers))
 
     async def _lm_studio_models(self, _: Exchange) -> Answer:
-        """The models of all replicas, in LM Studio's words."""
+        """The models of all replicas, in LM Studio's format."""
         return json_answer(lm_studio_list(self._cards()))
 
     async def _lm_studio_model(self, exchange: Exchange) -> Answer:
-        """One of them, in LM Studio's words."""
+        """One model, in LM Studio's format."""
         return json_answer(lm_studio_card(self._asked_for(exchange)))
 
     def _asked_for(self, exchange: Exchange) -> dict[str, object]:
         cards = {card["id"]: card for card in self._cards()}
         name = name_meant(exchange.rest, map(str, cards))
         if name is None:
-            said = f"The model {exchange.rest!r} is not served here."
-            raise UnknownModel(said, param="model", code="model_not_found")
+            message = f"The model {exchange.rest!r} is not served here."
+            raise UnknownModel(message, param="model", code="model_not_found")
         return cards[name]
 
     def _cards(self) -> list[dict[str, object]]:
         return merged(self._dispatcher.core.replicas.values(), self._aliases)
 
     async def _tags(self, _: Exchange) -> Answer:
-        """The models of all replicas, in Ollama's words."""
+        """The models of all replicas, in Ollama's format."""
         return json_answer({"models": merged_tags(await self._fleet.tags(), self._aliases)})
 
     async def _answer_admin(self, exchange: Exchange) -> Answer:

@@ -1,4 +1,4 @@
-"""The gateway's process: builds its parts, accepts connections, reads files again, drains at the end."""
+"""The gateway's process: builds the parts, serves, reloads changed files, and drains on shutdown."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from phalanx.open_files import raise_limit
 log = logging.getLogger(__name__)
 
 OPEN_FILES = 4096  # besides one for each client's connection: one for each request on a replica
-METRICS_LIMITS = ConnectionLimits(64, 32)  # at a port of their own: some Prometheus servers, and people
-FILE_CHECK_S = 1.0  # between two looks at the files of replicas and keys
+METRICS_LIMITS = ConnectionLimits(64, 32)  # of --prometheus-port: some Prometheus servers, and people
+FILE_CHECK_S = 1.0  # between checks of the files of replicas and keys
 CLOSING = "The gateway is shutting down."
 WITHOUT_ADMIN_KEY = (
     "no admin key for %s: streams end with a replica that fails%s. If they are phalanx servers, start them with "
@@ -59,7 +59,7 @@ def serve(config: GatewayConfig) -> int:
     Raises:
         ConfigError: a flag or a file is wrong, or the address cannot be bound; says which and what to do.
     """
-    server_context(config.ssl_certfile, config.ssl_keyfile)  # an error in it is told before anything starts
+    server_context(config.ssl_certfile, config.ssl_keyfile)  # raises before anything starts
     if (urls := bool(specs_of_urls(config.worker_urls))) == bool(config.replicas):
         if urls:
             raise ConfigError("--worker-urls and --replicas both name the replicas.", remedy="Leave one of them out.")
@@ -76,7 +76,7 @@ def serve(config: GatewayConfig) -> int:
         if config.prometheus_port is not None:
             metrics = stack.enter_context(bind(config.host, config.prometheus_port))
         gateway = Gateway(config, listener, metrics)
-        gc.freeze()  # else a collection looks at every imported module, for 40 ms in which no stream goes on
+        gc.freeze()  # else a collection scans every imported module, which stalls all streams for 40 ms
         return asyncio.run(gateway.run())
 
 
@@ -99,7 +99,7 @@ class Gateway:
 
     Args:
         listener: bound, listening, not blocking.
-        metrics_listener: the same for /metrics alone, if that has a port of its own.
+        metrics_listener: the same, for --prometheus-port.
         deadlines: how long clients may keep a connection waiting.
     """
 
@@ -122,7 +122,7 @@ class Gateway:
         self._stopping = asyncio.Event()
         self._stopping_at_once = asyncio.Event()
         self._files: list[WatchedFile[Any]] = []
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._draining: set[asyncio.Task[None]] = set()
         self._worker_keys = DefaultKeys(config.worker_key, config.worker_admin_key)
         self.port = int(listener.getsockname()[1])
         self.ready = asyncio.Event()
@@ -150,7 +150,7 @@ class Gateway:
             tasks: list[asyncio.Task[None]] = []
             try:
                 self._load_files(fleet, proxy)
-                self._tell_what_is_lost(fleet)
+                self._warn_of_missing_admin_keys(fleet)
                 tasks += [
                     asyncio.create_task(work) for work in (self._dispatcher.tick(), proxy.watch(), self._watch_files())
                 ]
@@ -159,7 +159,7 @@ class Gateway:
                 with handling({signal.SIGINT: self.stop, signal.SIGTERM: self.stop, signal.SIGHUP: self.reload}):
                     await self._serve(app, proxy, fleet)
             finally:
-                tasks += self._leaving
+                tasks += self._draining
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
@@ -191,8 +191,8 @@ class Gateway:
             def apply(specs: tuple[ReplicaSpec, ...]) -> None:
                 for replica in fleet.apply(specs):
                     task = asyncio.create_task(self._hand_over(proxy, replica))
-                    self._leaving.add(task)
-                    task.add_done_callback(self._leaving.discard)
+                    self._draining.add(task)
+                    task.add_done_callback(self._draining.discard)
                     task.add_done_callback(self._note_failure)
 
             self._files.append(WatchedFile(Path(config.replicas), "--replicas", parse, apply))
@@ -201,22 +201,22 @@ class Gateway:
         for file in self._files:
             file.load()
 
-    def _tell_what_is_lost(self, fleet: Fleet) -> None:
-        """Say in one line what replicas without an admin key cannot do."""
+    def _warn_of_missing_admin_keys(self, fleet: Fleet) -> None:
+        """Log in one line what replicas without an admin key cannot do."""
         names = [name for name, replica in fleet.replicas.items() if replica.spec.admin_key is None]
         if names:
             level, more = (logging.WARNING, ONE_OWNER) if self._clients.need_key else (logging.INFO, "")
             log.log(level, WITHOUT_ADMIN_KEY, ", ".join(names), more)
 
     async def _hand_over(self, proxy: Proxy, replica: Replica) -> None:
-        """A replica that left the file ends what it has; streams that take long go on elsewhere, where they can."""
+        """Drain a replica that the file no longer names; streams that outlast the grace period move if they can."""
         if not await self._dispatcher.until_idle(replica, self._config.shutdown_grace_period_secs):
             proxy.remove(replica, movable_only=True)
 
     def _note_failure(self, task: asyncio.Task[None]) -> None:
-        """A bug has ended a task in the background: end, so that what started the gateway starts it again."""
+        """If a bug has ended a background task, end the gateway, so that its supervisor starts it again."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a task of the gateway failed, so that it ends", exc_info=error)
+            log.error("a background task failed, and the gateway ends", exc_info=error)
             self._exit_code = ExitCode.CRASH
             self._stopping.set()
 
@@ -261,7 +261,7 @@ class Gateway:
 
 
 def _trusted(file: str | None) -> ssl.SSLContext | None:
-    """What https replicas may show; None is what the system trusts.
+    """The authorities that sign https replicas' certificates; None is the system's.
 
     Raises:
         ConfigError: the file has no certificate.

@@ -1,1 +1,1 @@
-"""What server and gateway share towards clients: listening, connections, keys, errors, bodies. Does not know routes."""
+"""HTTP for server and gateway: listening, connections, keys, errors, bodies."""

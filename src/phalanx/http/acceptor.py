@@ -1,8 +1,7 @@
-"""Accepts connections within limits, and closes those whose client keeps the process waiting.
+"""Accepts connections within limits, and closes those that miss a deadline.
 
-`Acceptor` accepts, asks the table for a place (`connection_table.py`) and hands the socket to an `HttpConnection`.
-Once a second it looks at every connection, and writes at most one line in ten seconds on what it closed. Does not know
-HTTP.
+`Acceptor` accepts, asks the table for a slot (`connection_table.py`) and hands the socket to an `HttpConnection`.
+Once a second it checks every connection, and logs at most one line in ten seconds on those it closed.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from phalanx.http.connection import HttpConnection
 from phalanx.http.connection_table import (
     RESERVE,
     ConnectionLimits,
-    ConnectionPlace,
+    ConnectionSlot,
     ConnectionTable,
     Deadlines,
     group_of,
@@ -29,16 +28,16 @@ from phalanx.http.connection_table import (
 
 log = logging.getLogger(__name__)
 
-CHECK_INTERVAL_S = 1.0  # between two looks at the deadlines, which are ten seconds and more
+CHECK_INTERVAL_S = 1.0  # between two checks of the deadlines, which are ten seconds and more
 LOG_INTERVAL_S = 10.0  # between two lines about closed connections: a flood must not fill a disk
-ACCEPT_RETRY_S = 1.0  # after accept() failed for want of files or memory; the kernel keeps clients waiting meanwhile
+ACCEPT_RETRY_S = 1.0  # after accept() found no files or memory; the kernel keeps clients waiting meanwhile
 FLUSH_S = 5.0  # for the last bytes of answers, after the drain
 OTHER_FILES = 128
 """Open files besides connections: libraries, the engine's socket, pipes of ranks, logs, the event loop's own."""
 
 
 def limits_within(limits: ConnectionLimits) -> ConnectionLimits:
-    """The limits, made smaller where this process may not open so many files; says so."""
+    """The limits, lowered with a warning if this process may not open so many files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     room = soft - OTHER_FILES - RESERVE
     if soft == resource.RLIM_INFINITY or room >= limits.total:
@@ -53,7 +52,7 @@ class Acceptor:
 
     Args:
         listener: bound, listening, not blocking.
-        connect: makes the protocol of a connection that has a place.
+        connect: makes the protocol of a connection that has a slot.
         tls: the server's certificate; None for plain HTTP.
     """
 
@@ -61,7 +60,7 @@ class Acceptor:
         self,
         listener: socket.socket,
         table: ConnectionTable,
-        connect: Callable[[ConnectionPlace], HttpConnection],
+        connect: Callable[[ConnectionSlot], HttpConnection],
         *,
         deadlines: Deadlines,
         tls: ssl.SSLContext | None = None,
@@ -99,7 +98,7 @@ class Acceptor:
                 connection, peer = await loop.sock_accept(self._listener)
             except ConnectionError:  # the client left before it was accepted
                 continue
-            except OSError as error:  # no files or memory: a cause outside of this server, since its limits are lower
+            except OSError as error:  # no files or memory; not this server's doing, since its limits are lower
                 self._closed[f"times accept() failed ({error.strerror})"] += 1
                 await asyncio.sleep(ACCEPT_RETRY_S)
                 continue
@@ -107,28 +106,28 @@ class Acceptor:
             await asyncio.sleep(0)  # a flood must not keep the loop from its streams
 
     def _admit(self, connection: socket.socket, address: str) -> None:
-        place = self._table.admit(group_of(address), connection.close)
-        if place is None:
+        slot = self._table.admit(group_of(address), connection.close)
+        if slot is None:
             connection.close()
             return
-        task = asyncio.create_task(self._serve(connection, place))
-        place.close = task.cancel
+        task = asyncio.create_task(self._serve(connection, slot))
+        slot.close = task.cancel
         self._handshakes.add(task)
         task.add_done_callback(self._handshakes.discard)
 
-    async def _serve(self, connection: socket.socket, place: ConnectionPlace) -> None:
+    async def _serve(self, connection: socket.socket, slot: ConnectionSlot) -> None:
         """Hand the socket to its protocol; with TLS, after the handshake."""
         handshake_s = self._deadlines.header_s if self._tls is not None else None
         try:
             _, served = await asyncio.get_running_loop().connect_accepted_socket(
-                functools.partial(self._connect, place), connection, ssl=self._tls, ssl_handshake_timeout=handshake_s
+                functools.partial(self._connect, slot), connection, ssl=self._tls, ssl_handshake_timeout=handshake_s
             )
         except OSError:  # a failed or late handshake, or the client left
             self._closed["without a TLS handshake"] += self._tls is not None
-            self._table.remove(place)
+            self._table.remove(slot)
         except asyncio.CancelledError:
             connection.close()
-            self._table.remove(place)
+            self._table.remove(slot)
             raise
         else:
             self._open.add(served)
@@ -147,7 +146,7 @@ class Acceptor:
                 self._log_closed(now)
 
     def _log_closed(self, now: float) -> None:
-        """Write one line on what was closed since the last one."""
+        """Log one line on the connections closed since the last one."""
         counts = self._closed
         counts["closed for newer ones"] += self._table.displaced
         counts["refused"] += self._table.refused

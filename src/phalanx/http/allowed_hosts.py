@@ -1,8 +1,7 @@
-"""The names under which clients may address an HTTP process of phalanx.
+"""Host allow list of an HTTP process: protection against DNS rebinding.
 
-A web page in a browser of this network can send requests to a server under a name of its own (DNS rebinding). The Host
-header gives that away, so that only the server's own names pass. An address as Host is always right: a page cannot
-change where an address leads. Does not know HTTP.
+A web page can point a name of its own at this server, and send requests from a browser of this network. The Host header
+shows that name, so only the server's own names are accepted. So are addresses: a page cannot change where one leads.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ class AllowedHosts:
 
     Args:
         bound: the address or name at which the server listens.
-        more: further names; `*.example.com` stands for all names below it, and `*` for every name.
+        more: further names; `*.example.com` matches all names below it, and `*` every name.
     """
 
     def __init__(self, bound: str, more: Sequence[str] = ()) -> None:
@@ -31,7 +30,7 @@ class AllowedHosts:
         self._below = tuple(name[1:] for name in names if name.startswith("*."))
 
     def accept(self, header: str) -> bool:
-        """Whether a Host header is right."""
+        """Whether a Host header is accepted."""
         name = name_of(header)
         return self._all or name in self._names or name.endswith(self._below) or _is_address(name)
 

@@ -1,4 +1,4 @@
-"""API keys: which are accepted, and a name for the owner of each. Does not know routes."""
+"""Checks API keys, and names the owner of each."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class ApiKeys:
         self._digests = [_digest(key.encode()) for key in keys]
 
     def owner(self, headers: Mapping[str, str]) -> str:
-        """The owner of the key in these headers: a short name that does not reveal the key; "" if none is needed.
+        """The owner of the key in these headers: a short hash that does not reveal the key; "" if none is needed.
 
         The key is in `Authorization: Bearer KEY` or in `x-api-key: KEY`. It is compared with every key, each time in
         constant time, so that the delay does not reveal how close a guess is.
 
         Raises:
-            InvalidApiKey: no key, or one that is not accepted.
+            InvalidApiKey: there is no key, or it is not accepted.
         """
         if not self._digests:
             return ""
@@ -54,7 +54,7 @@ def is_same(given: str, key: str) -> bool:
 
 
 def is_sendable(key: str) -> bool:
-    """Whether a header can carry a key as it is: printable ASCII without blanks around it. No client sends another."""
+    """Whether a header can carry this key: printable ASCII without blanks around it."""
     return bool(key) and key.isascii() and key.isprintable() and key == key.strip()
 
 

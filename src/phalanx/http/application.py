@@ -1,5 +1,5 @@
-"""What all requests to a server or a gateway and all answers have in common: request ids, host names, pages of other
-origins, HEAD, errors, clients that leave, places of the reserve. Knows no paths but those of health.
+"""Handles what all requests to a server or a gateway have in common: request ids, host names, CORS, HEAD, errors,
+clients that leave, and the reserve of connections.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Application:
     """Answers requests by the routes.
 
     Args:
-        is_own: whether a Host header is right.
+        is_own: whether a Host header is accepted.
         answered: called with the endpoint and the status of every answer, once it has ended.
-        name: of what it is, in errors.
+        name: "server" or "gateway", for errors.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Application:
     ) -> None:
         self.router = router
         self.is_draining = False
-        """No connection outlasts its answer."""
+        """Close each connection after its answer."""
         self._is_own = is_own
         self._origins = origins
         self._answered = answered
@@ -66,7 +66,7 @@ class Application:
             connection.request_ends()
         self._answered(exchange.endpoint, response.status)
         log.debug("%s %s (%s): %d%s", exchange.method, exchange.path, exchange.id, response.status, exchange.remark)
-        if connection.place.reserved or self.is_draining or not drop_rest(request.content):
+        if connection.slot.reserved or self.is_draining or not drop_rest(request.content):
             response.force_close()
         return response
 
@@ -83,10 +83,10 @@ class Application:
             raise
         except Exception:
             log.exception("%s %s (%s) failed", exchange.method, exchange.path, exchange.id)
-            if exchange.response is not None:  # it is cut off, so that its client sees it
+            if exchange.response is not None:  # cut the answer off, so that the client notices
                 raise ConnectionAbortedError from None
-            said = f"Internal server error; the server's log has the details of {exchange.id}."
-            reply = error_answer(PhalanxError(said), exchange.path)
+            message = f"Internal server error; the server's log has the details of {exchange.id}."
+            reply = error_answer(PhalanxError(message), exchange.path)
         if isinstance(reply, web.StreamResponse):
             return reply
         exchange.connection.note_written(len(reply.body))
@@ -102,12 +102,12 @@ class Application:
             raise ForbiddenHost(
                 f"{name!r} is not a name of this {self._name}; start it with --allowed-hosts NAME to allow it."
             )
-        if exchange.connection.place.reserved and exchange.path not in HEALTH_PATHS:
+        if exchange.connection.slot.reserved and exchange.path not in HEALTH_PATHS:
             raise EngineUnavailable(f"The {self._name} has as many connections as it may have (--max-connections).")
         if (headers := self._origins.preflight(exchange.method, exchange.headers)) is not None:
-            is_let_in = "Access-Control-Allow-Origin" in headers
-            said = "OK" if is_let_in else self._origins.refusal(exchange.headers)
-            return Answer(said.encode(), 200 if is_let_in else 400, "text/plain; charset=utf-8", headers)
+            is_allowed = "Access-Control-Allow-Origin" in headers
+            text = "OK" if is_allowed else self._origins.refusal(exchange.headers)
+            return Answer(text.encode(), 200 if is_allowed else 400, "text/plain; charset=utf-8", headers)
         route, exchange.rest = self.router.find(exchange.method, exchange.path)
         exchange.endpoint = route.path
         if route.guard is not None:
@@ -131,7 +131,7 @@ def error_answer(error: PhalanxError, path: str) -> Answer:
 
 
 def drop_rest(content: StreamReader) -> bool:
-    """Drop what of a body was not read. False if more of it comes, or may come."""
+    """Drop the unread rest of a body. False if more of it may come."""
     if not content.is_eof() or content.exception() is not None:
         return False
     content.read_nowait()
@@ -142,7 +142,7 @@ async def _stream(exchange: Exchange, stream: EventStream) -> web.StreamResponse
     """Send a stream.
 
     Raises:
-        ConnectionError: its client has left, or reads nothing.
+        ConnectionError: its client has left, or does not read.
     """
 
     async def send() -> web.StreamResponse:
@@ -155,7 +155,7 @@ async def _stream(exchange: Exchange, stream: EventStream) -> web.StreamResponse
     try:
         return await exchange.unless_lost(send())
     except PhalanxError as error:  # a status would be a second head
-        raise RuntimeError("a stream that has begun tells its errors itself") from error
+        raise RuntimeError("a begun stream must send its errors itself") from error
     finally:
         stream.close()
         await stream.events.aclose()

@@ -1,24 +1,24 @@
-"""The memory that bodies of requests may take together, and what one of them takes of it."""
+"""Memory of request bodies: one body's lease of the quota that all bodies share."""
 
 from __future__ import annotations
 
 from phalanx.errors import QueueFull
-from phalanx.http.shares import Shares
+from phalanx.http.fair_quota import FairQuota
 
 RETRY_AFTER_S = 1.0  # a body of 8 MiB is parsed in a tenth of a second
 
 
 class BodyLease:
-    """The memory of one body; it has none yet. A context manager: leaving it frees the memory.
+    """The memory of one body, at first none. A context manager that frees it at the end.
 
     Args:
-        budget: bytes of all bodies, shared among owners.
-        owner: stands for the API key of the request.
-        refusal: what a client is told when there is no room.
-        small: bytes up to which a body takes none of the budget.
+        budget: bytes of all bodies.
+        owner: of the request's API key.
+        refusal: text of the error when there is no room.
+        small: bytes up to which a body takes nothing of the budget.
     """
 
-    def __init__(self, budget: Shares, owner: str, refusal: str, *, small: int = 0) -> None:
+    def __init__(self, budget: FairQuota, owner: str, refusal: str, *, small: int = 0) -> None:
         self.n_bytes = 0
         self._budget = budget
         self._owner = owner
@@ -32,10 +32,10 @@ class BodyLease:
         self.free()
 
     def grow(self, n_bytes: int) -> None:
-        """The body has so many bytes now.
+        """Grow the lease to so many bytes.
 
         Raises:
-            QueueFull: there is no room for them.
+            QueueFull: there is no room.
         """
         if n_bytes <= max(self._small, self.n_bytes):
             return
@@ -46,6 +46,6 @@ class BodyLease:
         self.n_bytes = n_bytes
 
     def free(self) -> None:
-        """Give the memory back. Calling it twice does nothing."""
+        """Give the memory back. Calling it again does nothing."""
         self._budget.give_back(self._owner, self.n_bytes)
         self.n_bytes = 0

@@ -1,6 +1,6 @@
-"""aiohttp's connection of a client with a place and deadlines; `acceptor.py` accepts and watches it.
+"""A client's connection: aiohttp's, with a slot in the table and deadlines; `acceptor.py` accepts and watches it.
 
-The one file that overrides aiohttp's `RequestHandler`. Of its private attributes it uses none.
+The one file that overrides aiohttp's `RequestHandler`, without using its private attributes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from phalanx.http.connection_table import KEEP_ALIVE_S, ConnectionPlace, ConnectionTable, Deadlines, TransferProgress
+from phalanx.http.connection_table import KEEP_ALIVE_S, ConnectionSlot, ConnectionTable, Deadlines, TransferProgress
 from phalanx.http.error_responses import Failure, not_http, openai_error
 from phalanx.http.lingering import LingeringTransport
 from phalanx.http.request_framing import RequestFraming
@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-HELD_BYTES = 64 << 10  # of requests that wait for the answer to one before; then no more are read
+HELD_BYTES = 64 << 10  # of pipelined requests that wait for an earlier answer; then reading pauses
 STAND_IN = b"GET / HTTP/1.1\r\nHost: -\r\n\r\n"
-"""What the parser gets in the place of a head that is refused: so its answer comes behind those before it."""
+"""Given to the parser in place of a refused head, so that the refusal follows the answers before it."""
 
 
 class HttpConnection(RequestHandler):
@@ -34,12 +34,12 @@ class HttpConnection(RequestHandler):
     `mark_busy`.
 
     Args:
-        is_gateway: heads are sent on, with further lines.
+        is_gateway: heads are forwarded, with further lines.
     """
 
     def __init__(
         self,
-        place: ConnectionPlace,
+        slot: ConnectionSlot,
         table: ConnectionTable,
         deadlines: Deadlines,
         server: web.Server,
@@ -57,12 +57,12 @@ class HttpConnection(RequestHandler):
             max_headers=MAX_LINES,
             auto_decompress=False,
         )
-        self.place = place
+        self.slot = slot
         self._table = table
         self._deadlines = deadlines
         self._received = 0
         self._written = 0
-        self._header_since: float | None = time.monotonic()  # None: no header is awaited or under way
+        self._header_since: float | None = time.monotonic()  # None: no header is expected or under way
         self._reads_body = False
         self._body = TransferProgress(deadlines.body_s, deadlines.progress_bytes)
         self._answer = TransferProgress(deadlines.read_s, deadlines.progress_bytes)
@@ -70,21 +70,21 @@ class HttpConnection(RequestHandler):
         self._framing = RequestFraming(added=is_gateway)
         self._n_begun = self._n_ended = 0  # requests whose handler was called, and has answered
         self._request: web.BaseRequest | None = None  # the last one whose handler was called
-        self._is_refused = False  # what came last, by the framing's rules or the parser's
-        self._work: asyncio.Task[Any] | None = None  # that the client's leaving cancels
+        self._is_refused = False  # the last request, by the framing's rules or the parser's
+        self._work: asyncio.Task[Any] | None = None  # cancelled when the client leaves
 
     # asyncio's protocol --------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The acceptor has a place for this connection."""
+        """The acceptor has a slot for this connection."""
         assert isinstance(transport, asyncio.Transport)
         self._open = LingeringTransport(transport, self._is_sending)
-        self.place.close = transport.abort
+        self.slot.close = transport.abort
         super().connection_made(self._open)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """The client left, or was closed."""
-        self._table.remove(self.place)
+        self._table.remove(self.slot)
         super().connection_lost(exc)
         if self._work is not None:
             self._work.cancel()
@@ -93,10 +93,10 @@ class HttpConnection(RequestHandler):
         """Bytes of requests."""
         if self._open is None:
             return
-        if self._open.is_closing():  # TLS hands on what it has decrypted already
+        if self._open.is_closing():  # TLS still delivers bytes that it has decrypted
             self._open.drop(len(data))
             return
-        if not data:  # aiohttp goes on with what it held back
+        if not data:  # aiohttp continues with bytes that it held back
             super().data_received(data)
             return
         self._received += len(data)
@@ -105,11 +105,11 @@ class HttpConnection(RequestHandler):
         self._hand_on(data)
 
     def _hand_on(self, data: bytes) -> None:
-        """Give aiohttp what it may have of these bytes, and of those before."""
+        """Give aiohttp's parser what it may have of these bytes and of those held back."""
         assert self._open is not None
         if passed := self._framing.feed(data):
             super().data_received(passed)
-        # After a fault nothing is read until the connection is closed, after the answers before.
+        # After a fault nothing is read; the connection is closed after the earlier answers.
         self._open.hold_reading(bool(self._framing.fault) or self._framing.n_held > HELD_BYTES)
         if self._framing.fault and not self._is_refused:
             self._is_refused = True
@@ -119,17 +119,17 @@ class HttpConnection(RequestHandler):
                 self._refuse_body(self._request)
 
     def _next_request(self) -> None:
-        """The request before is answered: the one that waited for that is handed on, if it has come."""
+        """The earlier request is answered: hand on the next one, if it has come."""
         if self._open is not None and not self._open.is_closing():
             self._hand_on(b"")
 
     def _refuse_body(self, request: web.BaseRequest) -> None:
-        """Let the handler know that the rest of a request's body will not come, if that is refused."""
+        """Tell the handler that the rest of a request's body will not come, if it was refused."""
         if self.fault and self._framing.in_body:
             request.content.set_exception(web.RequestPayloadError(self._framing.fault))
 
     def _is_sending(self) -> bool:
-        """Whether more of a request comes, or has come, than was read."""
+        """Whether a part of a request is under way, or has come and was not read."""
         coming = self._framing.in_body or self._framing.in_head or self._framing.n_heads > self._n_begun
         return coming or self._is_refused
 
@@ -137,8 +137,8 @@ class HttpConnection(RequestHandler):
 
     @property
     def fault(self) -> str:
-        """What is wrong with the request that began last, as far as it has come, in words."""
-        n_heads = self._framing.n_heads + (not self._framing.in_body)  # one that is refused is not counted
+        """What is wrong with the request that began last, as far as it has come; empty if nothing is."""
+        n_heads = self._framing.n_heads + (not self._framing.in_body)  # a refused one is not counted
         return self._framing.fault if self._n_begun == n_heads else ""
 
     @property
@@ -154,26 +154,26 @@ class HttpConnection(RequestHandler):
         self._refuse_body(request)
 
     def mark_busy(self) -> None:
-        """The request's key is accepted: this connection makes way for no other."""
-        self._table.mark_busy(self.place)
+        """The request's key is accepted: no new connection displaces this one."""
+        self._table.mark_busy(self.slot)
 
     def request_ends(self) -> None:
-        """The answer is written. The connection has been idle from now on."""
+        """The answer is written. The connection is idle from now on."""
         self._n_ended += 1
         self._framing.n_answered = self._n_ended
         self._request = None
         if self._open is not None and not self._open.is_closing():
-            self._table.mark_busy(self.place)
-            self._table.mark_idle(self.place)
+            self._table.mark_busy(self.slot)
+            self._table.mark_idle(self.slot)
             if self._framing.in_head:  # the next request came with this one
                 self._header_since = time.monotonic()
                 asyncio.get_running_loop().call_soon(self._next_request)
 
     async def unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which is cancelled when the client leaves. An end of what it sends is a leaving.
+        """The result of `work`, which is cancelled when the client leaves or closes its side of the connection.
 
         Raises:
-            ConnectionError: it has left.
+            ConnectionError: the client has left.
         """
         self._work = task = asyncio.create_task(work)
         if self.is_lost:
@@ -194,16 +194,16 @@ class HttpConnection(RequestHandler):
         self._body.reset()
 
     def body_ends(self) -> None:
-        """It has read it."""
+        """The handler has read the body."""
         self._reads_body = False
 
     def give_up_body(self) -> None:
-        """The process ends, and aiohttp takes in no more: a body that is not whole stays so."""
+        """On shutdown aiohttp reads no more: abort the connection if a body is incomplete."""
         if self._reads_body and self._framing.in_body:
             self.abort()
 
     def note_written(self, n_bytes: int) -> None:
-        """So many bytes of an answer were handed to the transport."""
+        """Count bytes of an answer that were handed to the transport."""
         self._written += n_bytes
 
     def handle_error(
@@ -213,16 +213,16 @@ class HttpConnection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The answer to what is not HTTP, or to what a bug left unanswered."""
+        """The answer to malformed HTTP, or to a request that a bug left unanswered."""
         if request.writer.output_size > 0:
             raise ConnectionError("an answer that has begun cannot become an error")
         self._is_refused = status < 500
         if not self._is_refused:
             log.error("%s %s failed", request.method, request.path, exc_info=exc)
-            said = "Internal error; the log has its details."
-            return refusal(Failure(status=status, type="server_error", message=said))
-        said = str(message).partition("\n\n")[0]  # the parser's words; then it quotes the line, perhaps a key's
-        log.debug("malformed request of %s: %s", request.remote, said)
+            text = "Internal error; the log has its details."
+            return refusal(Failure(status=status, type="server_error", message=text))
+        reason = str(message).partition("\n\n")[0]  # without the quoted line, which may have a key
+        log.debug("malformed request of %s: %s", request.remote, reason)
         return refusal(not_http(str(message)[:200].rstrip(".")))
 
     # The acceptor --------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ class HttpConnection(RequestHandler):
         return unsent(self._open) if self._open is not None else 0
 
     def overdue(self, now: float) -> str:
-        """Why this connection is to be closed, in words; empty if it is in time."""
+        """Why this connection is to be closed; empty if it keeps its deadlines."""
         limit = self._deadlines
         if self._header_since is not None and now - self._header_since > limit.header_s:
             return f"without a whole header in {limit.header_s:g} s"
@@ -251,14 +251,13 @@ class HttpConnection(RequestHandler):
         return ""
 
     def abort(self) -> None:
-        """Close at once, unsent bytes and all: a client that does not read would keep a mere `close` waiting."""
+        """Close at once and drop unsent bytes: `close` would wait for a client that does not read."""
         if self._open is not None:
             self._open.abort()
 
 
 def unsent(transport: asyncio.Transport) -> int:
-    """Bytes that wait to be sent. None where a TLS connection was closed twice: asyncio's transport has let go of it
-    then, and asyncio ends it within 30 s."""
+    """Bytes that wait to be sent. 0 for a TLS connection that was closed twice, which asyncio ends within 30 s."""
     try:
         return transport.get_write_buffer_size()
     except AttributeError:  # of the None in place of its protocol
@@ -266,7 +265,7 @@ def unsent(transport: asyncio.Transport) -> int:
 
 
 def refusal(failure: Failure) -> web.Response:
-    """The answer to a request that was not read as one, after which the connection is closed."""
+    """The answer to a malformed request, after which the connection is closed."""
     response = web.json_response(openai_error(failure), status=failure.status, headers={"Server": "phalanx"})
     response.force_close()
     return response

@@ -1,10 +1,10 @@
-"""Which connections the server holds: how many in all and from one address, and which makes way for a new one.
+"""The slots of a listener's connections: limits in all and per address, and which connection a new one displaces.
 
-A connection is *busy* while it has a request whose key was accepted and that is not answered yet, else it is *idle*. At
-a limit, a new connection displaces the one that has been idle longest, of the address that has the most; busy ones are
-never displaced. Where every connection is busy, a new one takes a place of the reserve, which answers /health and
-refuses the rest. Between hosts, connections that have not shown who they are wait in such a table, all idle: those of a
-stranger displace each other. Does not know sockets, HTTP or time.
+A connection is *busy* while it has a request with an accepted key that is not answered yet, else it is *idle*. At a
+limit, a new connection displaces the one that has been idle longest, of the address that has the most; busy ones are
+never displaced. If every connection is busy, a new one takes a slot of the reserve, which answers /health and refuses
+the rest. Listeners between hosts hold unauthenticated connections in such a table, all idle: a stranger's displace
+each other.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from msgspec import Struct
 CONNECTIONS = 1024
 """Connections, unless set: many times the requests that can run or wait, and what most systems let one process open."""
 RESERVE = 32
-"""Connections beyond the limit, for /health and for saying 503: a few load balancers and people at the same moment."""
-HEALTH_PATHS = ("/health", "/ping")  # what a place of the reserve answers
+"""Connections beyond the limit, which get /health or a 503: a few load balancers and people at the same moment."""
+HEALTH_PATHS = ("/health", "/ping")  # that a slot of the reserve answers
 KEEP_ALIVE_S = 75  # longer than clients' pools keep an idle connection; else they send into one that is closing
-IPV6_SUBSCRIBER = 64  # prefix bits: providers give one subscriber this much, so that it counts as one address
+IPV6_SUBSCRIBER = 64  # prefix bits: providers give each subscriber such a network, so it counts as one address
 
 
 class ConnectionLimits(Struct, frozen=True):
@@ -32,22 +32,22 @@ class ConnectionLimits(Struct, frozen=True):
 
 
 def limits_for(total: int | None, per_address: int | None, requests: int) -> ConnectionLimits:
-    """The limits that settings ask for.
+    """The limits by the settings.
 
     Args:
         total: None is 1,024, or twice `requests`.
         per_address: None is half of all.
-        requests: that can run or wait.
+        requests: number that can run or wait.
     """
     total = total or max(CONNECTIONS, 2 * requests)
     return ConnectionLimits(total, min(total, per_address or -(-total // 2)))
 
 
-class ConnectionPlace:
-    """One connection's place in the table.
+class ConnectionSlot:
+    """One connection's slot in the table.
 
     Args:
-        reserved: the place is one of the reserve.
+        reserved: the slot belongs to the reserve.
         close: closes the connection at once; the acceptor sets it, then the connection itself.
     """
 
@@ -56,11 +56,11 @@ class ConnectionPlace:
         self.reserved = reserved
         self.close = close
         self.is_held = True
-        """Until the table removes it, which may be before its connection is made."""
+        """False once the table removed it, which may be before its connection is made."""
 
 
 def group_of(address: str) -> str:
-    """What counts as one address: an IPv4 address, or the /64 network of an IPv6 address."""
+    """The unit of the limit per address: an IPv4 address, or the /64 network of an IPv6 address."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -77,24 +77,22 @@ class ConnectionTable:
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
         self.displaced = 0  # connections closed for newer ones, so far
-        self.refused = 0  # connections for which there was no place, so far
-        self._held: Counter[str] = Counter()  # address -> places, the reserve not counted
-        self._idle: dict[str, dict[ConnectionPlace, None]] = {}  # address -> idle places, the longest first
-        self._reserved: dict[ConnectionPlace, None] = {}  # places of the reserve
-        self._reserve_idle: dict[ConnectionPlace, None] = {}
+        self.refused = 0  # connections for which there was no slot, so far
+        self._held: Counter[str] = Counter()  # address -> slots, the reserve not counted
+        self._idle: dict[str, dict[ConnectionSlot, None]] = {}  # address -> idle slots, the longest idle first
+        self._reserved: dict[ConnectionSlot, None] = {}  # slots of the reserve
+        self._reserve_idle: dict[ConnectionSlot, None] = {}
 
     @property
     def held(self) -> int:
         """Number of connections, the reserve not counted."""
         return self._held.total()
 
-    def admit(self, address: str, close: Callable[[], None]) -> ConnectionPlace | None:
-        """A place for a new connection, which is idle; None where even the reserve is taken. Changes state.
-
-        May close an idle connection.
+    def admit(self, address: str, close: Callable[[], None]) -> ConnectionSlot | None:
+        """A slot for a new connection, which is idle; None if even the reserve is full. May close an idle connection.
 
         Args:
-            address: what the limit counts: a client has that of `group_of`; a host its own, for hosts share a network.
+            address: for clients of `group_of`; a host's own, since hosts share a network.
         """
         if self._held[address] >= self.limits.per_address:
             has_room = self._displace(address)
@@ -104,41 +102,41 @@ class ConnectionTable:
             has_room = True
         if has_room:
             self._held[address] += 1
-            place = ConnectionPlace(address, reserved=False, close=close)
+            slot = ConnectionSlot(address, reserved=False, close=close)
         elif len(self._reserved) < RESERVE or self._close_first(self._reserve_idle):
-            place = ConnectionPlace(address, reserved=True, close=close)
-            self._reserved[place] = None
+            slot = ConnectionSlot(address, reserved=True, close=close)
+            self._reserved[slot] = None
         else:
             self.refused += 1
             return None
-        self.mark_idle(place)
-        return place
+        self.mark_idle(slot)
+        return slot
 
-    def mark_idle(self, place: ConnectionPlace) -> None:
-        """The connection waits for a request from now on. Changes nothing if it did already."""
-        self._idle_like(place).setdefault(place)
+    def mark_idle(self, slot: ConnectionSlot) -> None:
+        """The connection waits for a request. Changes nothing if it did already."""
+        self._idle_like(slot).setdefault(slot)
 
-    def mark_busy(self, place: ConnectionPlace) -> None:
-        """A request has arrived, and its key is accepted."""
-        self._unmark_idle(place)
+    def mark_busy(self, slot: ConnectionSlot) -> None:
+        """A request with an accepted key has arrived."""
+        self._unmark_idle(slot)
 
-    def remove(self, place: ConnectionPlace) -> None:
-        """The connection is closed. Calling it twice does nothing."""
-        self._unmark_idle(place)
-        if place.reserved:
-            self._reserved.pop(place, None)
-        elif place.is_held:
-            self._held[place.address] -= 1
-            if not self._held[place.address]:
-                del self._held[place.address]
-        place.is_held = False
+    def remove(self, slot: ConnectionSlot) -> None:
+        """The connection is closed. Calling it again does nothing."""
+        self._unmark_idle(slot)
+        if slot.reserved:
+            self._reserved.pop(slot, None)
+        elif slot.is_held:
+            self._held[slot.address] -= 1
+            if not self._held[slot.address]:
+                del self._held[slot.address]
+        slot.is_held = False
 
     def _displace(self, address: str) -> bool:
-        """Close the connection of this address that has been idle longest; False if none is idle."""
+        """Close this address's longest idle connection; False if none is idle."""
         return self._close_first(self._idle.get(address, {}))
 
-    def _close_first(self, places: dict[ConnectionPlace, None]) -> bool:
-        first = next(iter(places), None)
+    def _close_first(self, slots: dict[ConnectionSlot, None]) -> bool:
+        first = next(iter(slots), None)
         if first is None:
             return False
         self.displaced += 1
@@ -147,13 +145,13 @@ class ConnectionTable:
         close()
         return True
 
-    def _idle_like(self, place: ConnectionPlace) -> dict[ConnectionPlace, None]:
-        return self._reserve_idle if place.reserved else self._idle.setdefault(place.address, {})
+    def _idle_like(self, slot: ConnectionSlot) -> dict[ConnectionSlot, None]:
+        return self._reserve_idle if slot.reserved else self._idle.setdefault(slot.address, {})
 
-    def _unmark_idle(self, place: ConnectionPlace) -> None:
-        self._idle_like(place).pop(place, None)
-        if not place.reserved and not self._idle[place.address]:
-            del self._idle[place.address]
+    def _unmark_idle(self, slot: ConnectionSlot) -> None:
+        self._idle_like(slot).pop(slot, None)
+        if not slot.reserved and not self._idle[slot.address]:
+            del self._idle[slot.address]
 
 
 class Deadlines(Struct, frozen=True):

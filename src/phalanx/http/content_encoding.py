@@ -1,4 +1,4 @@
-"""Reads bodies of requests, and decodes those that were sent with a Content-Encoding, in pieces of bounded size.
+"""Reads request bodies, and decodes those with a Content-Encoding, in pieces of bounded size.
 
 A small body may decode to a large one (a "zip bomb"), so the bytes of every piece are counted before the next one is
 decoded.
@@ -20,7 +20,7 @@ GZIP = 16 + zlib.MAX_WBITS  # zlib's number for gzip's header and checksum
 
 
 class Upload(Protocol):
-    """What a reader of a request's body sees of it."""
+    """A request, as the reader of its body sees it."""
 
     headers: Mapping[str, str]
 
@@ -29,22 +29,22 @@ class Upload(Protocol):
 
         Raises:
             ConnectionError: the client left before its end.
-            InvalidRequest: it is not HTTP.
+            InvalidRequest: it is not valid HTTP.
         """
 
 
 async def read_body(request: Upload, most: int, memory: BodyLease, *, n_before: int = 0) -> bytes:
-    """The request's body, decoded. Its memory is the caller's to free.
+    """The request's body, decoded. The caller frees its memory.
 
     Args:
-        most: bytes that it may have, as sent and decoded.
-        n_before: bytes that come before it and count for neither `most` nor `memory`.
+        most: bytes that it may have, both as sent and decoded.
+        n_before: bytes before it that count towards neither `most` nor `memory`.
 
     Raises:
         WrongMediaType: the Content-Encoding is neither gzip nor none.
         RequestTooLarge: by its Content-Length, or while it is read.
         QueueFull: there is no memory for it.
-        ConnectionError, InvalidRequest: as `Upload.pieces`, or what is encoded is damaged.
+        ConnectionError, InvalidRequest: as `Upload.pieces`, or the encoding is damaged.
     """
     too_large = RequestTooLarge(f"The request body is larger than the {most} bytes this server accepts.")
     most += n_before
@@ -69,7 +69,7 @@ async def read_body(request: Upload, most: int, memory: BodyLease, *, n_before: 
 
 
 def _is_gzip(header: str) -> bool:
-    """Whether this Content-Encoding is gzip; else it is none.
+    """Whether this Content-Encoding is gzip, rather than none.
 
     Raises:
         WrongMediaType: an encoding that this server does not read.
@@ -103,7 +103,7 @@ class _Gzip:
             data = self._inflate.unconsumed_tail or self._inflate.unused_data
 
     def finish(self) -> None:
-        """The body has come.
+        """Check that the body is whole, at its end.
 
         Raises:
             InvalidRequest: it is not whole.

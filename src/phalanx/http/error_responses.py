@@ -1,7 +1,4 @@
-"""What a client is told of an error: one table of status, type and code, and the body in each dialect.
-
-Server and gateway answer alike. Does not know their HTTP libraries.
-"""
+"""Maps errors to responses, for server and gateway: one table of status, type and code, and each dialect's body."""
 
 from __future__ import annotations
 
@@ -32,9 +29,9 @@ from phalanx.errors import (
 )
 
 PATH = re.compile(r"(?<![\w.:/])~?(?:/[\w.@+~%-]+)+/([\w.@+~%-]+)")
-CLIENT_GONE = 499  # nginx's status for its log; the client, which has left, never sees it
+CLIENT_GONE = 499  # nginx's status, for its log, of a client that has left
 SHOULD_RETRY = "x-should-retry"
-"""Is "false" where the request itself is the cause. The gateway heeds it, as OpenAI's and Anthropic's clients do."""
+"""Is "false" if the request itself is the cause. The gateway heeds it, as OpenAI's and Anthropic's clients do."""
 TOO_LONG = "prompt is too long: "
 """Claude Code shortens its conversation when an error says so."""
 
@@ -44,7 +41,7 @@ class Status(Struct, frozen=True):
 
     status: int
     type: str  # OpenAI's `error.type`
-    code: str | None = None  # OpenAI's `error.code`, where the error has none of its own: never a number
+    code: str | None = None  # OpenAI's `error.code`, if the error has none of its own; never a number
 
 
 STATUS: Mapping[type[PhalanxError], Status] = {
@@ -79,9 +76,9 @@ MESSAGES_TYPES: Mapping[int, str] = {
 
 
 class Failure(Struct, frozen=True, kw_only=True):
-    """An error as a client sees it, in OpenAI's words."""
+    """An error as a client sees it, with OpenAI's fields."""
 
-    status: int  # of HTTP; of a stream that has begun, the one it would have had
+    status: int  # of HTTP; in a begun stream, the one that the error would have had
     type: str
     message: str
     param: str | None = None
@@ -89,7 +86,9 @@ class Failure(Struct, frozen=True, kw_only=True):
 
 
 def public_failure(error: PhalanxError) -> Failure:
-    """The error as a client sees it: paths only in what is its own mistake, or a replica's, whose are those of URLs."""
+    """The error as a client sees it, without file paths. Errors in its own request, and a replica's, keep their paths:
+    these are the client's, or of URLs.
+    """
     entry = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
     param, code = (error.param, error.code) if isinstance(error, InvalidRequest) else (None, None)
     return Failure(
@@ -102,12 +101,12 @@ def public_failure(error: PhalanxError) -> Failure:
 
 
 def not_http(why: str) -> Failure:
-    """A request that is refused before its path is known: so in OpenAI's words, whatever its dialect."""
+    """A request that is refused before its path is known: in OpenAI's format, whatever its dialect."""
     return Failure(status=400, type="invalid_request_error", message=f"The request is not HTTP: {why}.")
 
 
 def without_paths(text: str) -> str:
-    """The text with the last part only of every absolute path: strangers need not know this machine's directories."""
+    """The text with every absolute path cut to its last part: strangers learn none of this machine's directories."""
     return PATH.sub(r"\1", text)
 
 
@@ -146,10 +145,10 @@ ERROR_BODIES: Mapping[str, Callable[[Failure], dict[str, Any]]] = {"/v1/messages
 
 
 def error_body(failure: Failure, path: str) -> dict[str, Any]:
-    """The error in the words of the dialect that is spoken at this path."""
+    """The error in the format of the path's dialect."""
     return writer_of(path)(failure)
 
 
 def writer_of(path: str) -> Callable[[Failure], dict[str, Any]]:
-    """What writes errors in the words of the dialect that is spoken at this path."""
+    """The function that writes errors in the format of the path's dialect."""
     return next((write for root, write in ERROR_BODIES.items() if f"{path}/".startswith(f"{root}/")), openai_error)

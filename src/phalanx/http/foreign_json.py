@@ -1,4 +1,4 @@
-"""JSON of clients and replicas: whatever is wrong with it is one kind of error."""
+"""Decodes JSON of clients and replicas; every fault in it is one kind of error."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 def decoder(kind: type[T]) -> Callable[[bytes], T]:
-    """What reads JSON as `kind`. It passes over a byte order mark, as a server does.
+    """A function that decodes JSON as `kind`, after a byte order mark if there is one.
 
     Raises (the decoder):
-        msgspec.DecodeError: it is no JSON, is nested too deeply, or has bytes that are no UTF-8.
-        msgspec.ValidationError: it is another kind of JSON; a DecodeError too.
+        msgspec.DecodeError: it is not JSON, is nested too deeply, or is not UTF-8.
+        msgspec.ValidationError: it is JSON of another kind; a DecodeError too.
     """
     read = msgspec.json.Decoder(kind).decode
 
@@ -26,6 +26,6 @@ def decoder(kind: type[T]) -> Callable[[bytes], T]:
         except RecursionError as error:
             raise msgspec.DecodeError("it is nested too deeply") from error
         except UnicodeDecodeError as error:
-            raise msgspec.DecodeError(f"byte 0x{error.object[error.start]:02x} is no UTF-8") from error
+            raise msgspec.DecodeError(f"byte 0x{error.object[error.start]:02x} is not UTF-8") from error
 
     return decode

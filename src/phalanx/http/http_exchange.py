@@ -1,4 +1,4 @@
-"""One client's request, and how an endpoint answers: whole, as a stream, or by sending it itself. Knows no paths."""
+"""One client's request, and how an endpoint answers it: whole, as a stream, or by sending the answer itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 JSON = "application/json"
 REQUEST_ID = "x-request-id"
 SANE = re.compile(r"[A-Za-z0-9._:/@=+-]{1,128}")
-"""What of a client's own id is repeated: nothing that could be taken for markup or for another line of a log."""
+"""A client's own id that is repeated: without characters of markup or line ends."""
 STREAM_HEADERS = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx would buffer the events
@@ -32,14 +32,14 @@ class Answer(Struct, frozen=True):
 
     body: bytes = b""
     status: int = 200
-    media_type: str = JSON  # "": one of its headers, or none
+    media_type: str = JSON  # "": given in its headers, or none
     headers: Mapping[str, str] = {}
 
 
 GREETING = Answer(
     b"phalanx is running. It speaks the APIs of OpenAI, Anthropic and Ollama.\n", media_type="text/plain; charset=utf-8"
 )
-"""`GET /`: clients of several APIs look there whether there is a server."""
+"""Of `GET /`, where clients of several APIs look for a server."""
 
 
 class EventStream(Struct, frozen=True):
@@ -51,7 +51,7 @@ class EventStream(Struct, frozen=True):
 
 
 Reply = Answer | EventStream | web.StreamResponse
-"""The last one is an exchange's own, which `begin` and `end` have sent."""
+"""The last is an answer that the exchange has sent itself, by `begin` and `end`."""
 
 
 def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] = {}) -> Answer:
@@ -72,24 +72,24 @@ class Exchange:
         self.request = request
         self.connection = connection
         self.path = request.path.rstrip("/") or "/"
-        """`/v1/models/` means `/v1/models`. A redirect would not do: many clients follow none after a POST."""
+        """`/v1/models/` means `/v1/models`, without a redirect, which many clients do not follow after a POST."""
         self.headers: Mapping[str, str] = headers_of_client(request)
-        """Names in lower case, of values the first; one character per byte."""
+        """Names in lower case, the first of several values; one character per byte."""
         given = self.headers.get(REQUEST_ID, "")
         self.id = given if SANE.fullmatch(given) else f"req_{uuid.uuid4().hex}"
         self.endpoint = "unknown"
-        """The path of the route that took the request, as it is declared."""
+        """The path of the matching route, as declared."""
         self.rest = ""
-        """What stands for the parameter of that path."""
+        """The value of that path's parameter."""
         self.owner: str | None = None
-        """Stands for the API key of the request; "" if none is needed, None before it was looked at."""
+        """Of the request's API key; "" if none is needed, None before the check."""
 
         self.own_headers: dict[str, str] = {REQUEST_ID: self.id, "Server": "phalanx"}
-        """That every answer has; aiohttp would name itself and its version."""
+        """Headers of every answer; aiohttp would name itself and its version."""
         self.response: web.StreamResponse | None = None
-        """Of an answer that has begun, whose status stands."""
+        """The answer once it has begun, with its final status."""
         self.remark = ""
-        """What the log says more of its answer."""
+        """Added to the answer's line in the log."""
 
     @property
     def method(self) -> str:
@@ -98,18 +98,18 @@ class Exchange:
 
     @property
     def query(self) -> Mapping[str, str]:
-        """The parameters behind the path."""
+        """The query's parameters."""
         return self.request.query
 
     @property
     def address(self) -> str:
-        """The client's; without a port."""
+        """The client's, without its port."""
         return self.request.remote or "an unknown address"
 
     async def pieces(self) -> AsyncGenerator[bytes]:
-        """The body. From here on a connection whose key was accepted makes way for no other. One without a key does,
-        also while it is answered: a stranger could read its answers slowly."""
-        if self.owner is not None and not self.connection.place.reserved:
+        """The body. From here on, new connections cannot displace this one if its key was accepted. Without a key they
+        can, also during the answer: a stranger could read it slowly."""
+        if self.owner is not None and not self.connection.slot.reserved:
             self.connection.mark_busy()
         if self.headers.get("expect", "").lower() == "100-continue":
             await self.request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -124,15 +124,15 @@ class Exchange:
             self.connection.body_ends()
 
     def head(self, given: Mapping[str, str]) -> CIMultiDict[str]:
-        """The headers of an answer that has these."""
+        """These headers of an answer, and those of every answer."""
         headers = CIMultiDict(given)
         headers.update(self.own_headers)
         return headers
 
     async def begin(self, status: int, headers: Mapping[str, str]) -> None:
-        """Send the head of an answer whose length is not known."""
+        """Send the head of an answer of unknown length."""
         self.response = web.StreamResponse(status=status, headers=self.head(headers))
-        if self.request.version < HttpVersion11:  # which has no chunks: the connection's end is the answer's
+        if self.request.version < HttpVersion11:  # without chunks, the end of the connection ends the answer
             self.response.force_close()
         await self.response.prepare(self.request)
 
@@ -145,13 +145,13 @@ class Exchange:
             await self.request.writer.drain()
 
     async def end(self) -> web.StreamResponse:
-        """The answer is whole."""
+        """End the answer."""
         assert self.response is not None
         await self.response.write_eof()
         return self.response
 
     async def unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
-        """As of the connection."""
+        """See `HttpConnection.unless_lost`."""
         return await self.connection.unless_lost(work)
 
 

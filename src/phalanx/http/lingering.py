@@ -1,8 +1,8 @@
-"""A transport that lets the last answer arrive although its client still sends.
+"""A transport that lets the last answer arrive while its client still sends.
 
 A socket that is closed with unread bytes, or gets more of them, is reset, and the reset destroys an answer that the
-client has not read yet. So `close` only ends the sending where the client has not sent all: for a while, and for so
-many bytes, the connection takes in the rest, which its protocol drops. Does not know HTTP.
+client has not read yet. So if the client has not sent all, `close` only ends the sending: for a while, and for so many
+bytes, the connection still receives the rest, which its protocol drops.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 LINGER_S = 5.0  # 8 MiB at 13 Mbit/s
-LINGER_BYTES = 16 << 20  # twice the largest body, unless that is set
+LINGER_BYTES = 16 << 20  # twice the largest body by default
 
 
 class LingeringTransport(asyncio.Transport):
@@ -28,10 +28,10 @@ class LingeringTransport(asyncio.Transport):
         self._inner = inner
         self._is_sending = is_sending
         self._left: int | None = None  # bytes that are still dropped; None: `close` was not called
-        self._is_paused = self._is_held = False  # why nothing is read
+        self._is_paused = self._is_held = False  # either stops reading
 
     def close(self) -> None:
-        """Close once what was written is sent, and the client has sent all or had its time."""
+        """Close once all is sent, and the client has sent all or its time is over."""
         if self.is_closing():
             return
         if not self._is_sending():
@@ -41,14 +41,14 @@ class LingeringTransport(asyncio.Transport):
         try:
             if self._inner.get_extra_info("sslcontext") is None:  # TLS has no end of one direction
                 self._inner.write_eof()
-        except OSError:  # the client has reset the connection, which may be unread yet
+        except OSError:  # the client has reset the connection, which may not have been read yet
             self._inner.abort()
             return
         self._inner.resume_reading()
         asyncio.get_running_loop().call_later(LINGER_S, self._inner.close)
 
     def drop(self, n_bytes: int) -> None:
-        """So many bytes came after `close`."""
+        """Count bytes that came after `close`."""
         if self._left is not None:
             self._left -= n_bytes
             if self._left < 0:
@@ -68,7 +68,7 @@ class LingeringTransport(asyncio.Transport):
             self._inner.write(data)
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """As of the connection's own transport; so are the methods below."""
+        """Of the connection's own transport, as in the methods below."""
         return self._inner.get_extra_info(name, default)
 
     def get_write_buffer_size(self) -> int:
@@ -86,7 +86,7 @@ class LingeringTransport(asyncio.Transport):
         self._read_or_not()
 
     def hold_reading(self, is_held: bool) -> None:
-        """Read nothing while this is so, whatever aiohttp says of its own buffers by the two methods above."""
+        """Read nothing while held, also if aiohttp resumes reading by the method above."""
         self._is_held = is_held
         self._read_or_not()
 

@@ -1,7 +1,4 @@
-"""Listening sockets of HTTP servers: their address, their URL and their certificate.
-
-Does not know connections.
-"""
+"""Listening sockets of HTTP servers: their address, their URL and their certificate."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ BACKLOG = 2048  # connections that wait in the kernel: a thousand streams may be
 
 
 def base_url(host: str, port: int, *, tls: bool = False) -> str:
-    """The URL of the API; where other machines reach it, one that they reach."""
+    """The URL of the API: one that other machines reach, if they can reach it at all."""
     scheme = "https" if tls else "http"
     try:
         address = ipaddress.ip_address(host)
@@ -28,7 +25,7 @@ def base_url(host: str, port: int, *, tls: bool = False) -> str:
 
 
 def own_address() -> str:
-    """This machine's IPv4 address in the network of its default route; 127.0.0.1 where there is none. Sends nothing."""
+    """This machine's IPv4 address in the network of its default route; 127.0.0.1 without one. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # an address that no machine has (RFC 5737)

@@ -1,8 +1,8 @@
-"""Which requests carry JSON that no web page of another origin could send.
+"""Recognises requests with JSON that a web page of another origin could not send.
 
-A browser sends JSON across origins only after a pre-flight, other types at once. It also sends a body without a type at
-once, but not without saying where the page is from. Clients that leave the type out, or send what HTTP libraries put
-in its place, and say nothing of a page, are programs: litellm's two for Ollama.
+Across origins a browser sends JSON only after a pre-flight. It sends a body without a type at once, but with a header
+that names the page's origin. So a request without a type, or with an HTTP library's default, and without such a header
+comes from a program: litellm's two clients for Ollama send such ones.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from phalanx.errors import WrongMediaType
 BROWSERS_OWN = ("origin", "sec-fetch-site")
 """A browser sends one of these with every POST across origins. A page can neither set nor drop them."""
 UNDECLARED = ("", "application/octet-stream")
-"""The second is what aiohttp sends with bytes of which the program says no type."""
+"""The second is aiohttp's default."""
 
 
 def is_json(headers: Mapping[str, str]) -> bool:
-    """Whether the body is declared as JSON, or undeclared by a client that is not a browser. Names of headers in any
-    case.
+    """Whether the body is declared as JSON, or undeclared by a client that is not a browser.
+
+    Args:
+        headers: names in lower case, or a multidict.
     """
     media_type = _media_type(headers)
     if media_type in UNDECLARED:
@@ -28,7 +30,7 @@ def is_json(headers: Mapping[str, str]) -> bool:
 
 
 def require_json(headers: Mapping[str, str]) -> None:
-    """Refuse other requests.
+    """Refuse requests without JSON.
 
     Raises:
         WrongMediaType: the Content-Type is not JSON, or undeclared in what may be a browser's request.

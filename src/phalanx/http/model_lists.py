@@ -1,6 +1,6 @@
-"""Models' names and lists of models, as clients of several APIs ask for them.
+"""Names and lists of models in the formats of several APIs.
 
-A list is made of OpenAI's entries, of whatever server. Does not know which models are served.
+Lists are built from OpenAI's entries, also those of other servers.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ Card = Mapping[str, Any]
 """An entry of OpenAI's /v1/models."""
 
 TAG = ":latest"
-"""What Ollama's clients add to a model's name, and leave out."""
+"""Ollama's clients add it to a model's name, or leave it out."""
 LM_STUDIO = "/api/v0/models"
-"""LM Studio's list: its clients look there for a model's context."""
+"""LM Studio's list, from which its clients read a model's context."""
 LAST_TIME = 1 << 37  # seconds; datetime ends in the year 9999
 
 FORMS: Sequence[Callable[[str], str]] = (
@@ -27,7 +27,7 @@ FORMS: Sequence[Callable[[str], str]] = (
 
 
 def name_meant(asked: str, names: Iterable[str]) -> str | None:
-    """The one of these names that a client means: it may add or leave out Ollama's tag, and write another case."""
+    """The one of these names that a client means; it may add or leave out Ollama's tag, or use another case."""
     known = tuple(names)
     return next((name for form in FORMS for name in known if form(name) == form(asked)), None)
 
@@ -36,19 +36,19 @@ def model_list(cards: Sequence[Card], headers: Mapping[str, str], query: Mapping
     """The body of /v1/models.
 
     Args:
-        headers, query: the request's; they show whose client asks.
+        headers, query: the request's; they show which API's client asks.
     """
     body: dict[str, Any] = {"object": "list", "data": [model_card(card, headers) for card in cards]}
     if "anthropic-version" in headers:
         ids = [card["id"] for card in cards]
         body |= {"has_more": False, "first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
-    if "client_version" in query:  # Codex; a description would bring instructions in the place of its own
+    if "client_version" in query:  # Codex; a description would replace its own instructions
         body["models"] = []
     return body
 
 
 def model_card(card: Card, headers: Mapping[str, str]) -> dict[str, Any]:
-    """The body of /v1/models/{name}, with what the API has more whose client asks."""
+    """The body of /v1/models/{name}, with the further fields of the client's API."""
     if "anthropic-version" in headers:
         return {**card, "type": "model", "display_name": card["id"], "created_at": _created(card)}
     if headers.get("user-agent", "").startswith("mistral-client"):
@@ -82,7 +82,7 @@ def lm_studio_card(card: Card) -> dict[str, Any]:
 
 
 def _calls_tools(card: Card) -> bool:
-    """phalanx's servers say how their model calls tools; others do not, and mostly can."""
+    """phalanx's servers name their model's format of calls; others do not, and most can call tools."""
     return card.get("tool_call_parser", "") is not None
 
 

@@ -1,4 +1,4 @@
-"""/openapi.json: what a server answers at which path, made from the types of their bodies. Knows no paths."""
+"""Builds /openapi.json from operations and the types of their bodies."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ SECURITY = {KEY: {"type": "http", "scheme": "bearer"}}
 
 
 class Operation(Struct, frozen=True):
-    """What is answered at a path."""
+    """A method at a path."""
 
     method: str
     path: str  # {NAME} in it is a parameter
     summary: str
-    body: type[Struct] | None = None  # of the JSON that is read
-    needs_key: bool = True  # where there are keys
+    body: type[Struct] | None = None  # of the request, in JSON
+    needs_key: bool = True  # if the server has keys
 
 
 def document(title: str, operations: Iterable[Operation]) -> dict[str, Any]:
-    """The description of a server with these."""
+    """The description of a server with these operations."""
     paths: dict[str, dict[str, Any]] = {}
     bodies: set[type[Struct]] = set()
     for operation in operations:

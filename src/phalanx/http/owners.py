@@ -1,8 +1,8 @@
-"""The header by which a gateway tells a phalanx server which client asks; valid only if made with its admin key.
+"""The header by which a gateway names the client of a request to a phalanx server, signed with its admin key.
 
-A server behind a gateway sees one API key, the gateway's. The header OWNER says which of the gateway's clients asks:
+A server behind a gateway sees one API key, the gateway's. The header OWNER names the gateway's client:
 `DIGEST.SIGNATURE`, both keyed with the server's admin key, which itself is not sent. So a client is the same owner on
-every server with this admin key and after a gateway's restart, its key is not revealed, and no client can make one.
+every server with this admin key and after a gateway's restart, its key is not revealed, and clients cannot forge it.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def owner_on_server(own: str, header: str | None, admin_key: str | None) -> str:
 
     Args:
         own: owner of the request's own API key.
-        header: the value of OWNER; None: there is none.
-        admin_key: the server's; None: it has none.
+        header: the value of OWNER; None if there is none.
+        admin_key: the server's; None if it has none.
 
     Raises:
         AdminKeyRefused: the header was not made with this server's admin key.

@@ -1,6 +1,6 @@
-"""Says in the log that keys or certificates are refused: at most one line in ten seconds, which counts the others.
+"""Logs that keys or certificates are refused: at most one line in ten seconds, which counts the others.
 
-Does not slow down anything: with a long key there is nothing to guess, and a lock would be a weapon against its owner.
+It slows nothing down: a long key cannot be guessed, and a lock would be a weapon against its owner.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ class RefusedKeys:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._unsaid = 0
-        self._said_at = -math.inf
+        self._n_unlogged = 0
+        self._logged_at = -math.inf
 
     def note(self, address: str, now: float, why: str = "") -> None:
-        """A request or connection from this address was refused.
+        """Note that a request or connection from this address was refused.
 
         Args:
             now: monotonic seconds.
-            why: empty if `what` says it.
+            why: empty if `what` says it all.
         """
-        if now - self._said_at < INTERVAL_S:
-            self._unsaid += 1
+        if now - self._logged_at < INTERVAL_S:
+            self._n_unlogged += 1
             return
-        more = f", and {self._unsaid} more since the last such line" if self._unsaid else ""
+        more = f", and {self._n_unlogged} more since the last such line" if self._n_unlogged else ""
         log.warning("%s came from %s%s%s", self._what, address, why and f": {why}", more)
-        self._unsaid, self._said_at = 0, now
+        self._n_unlogged, self._logged_at = 0, now

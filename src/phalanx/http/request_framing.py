@@ -1,10 +1,10 @@
-"""Where a client's requests begin and end, and whether each is right, before aiohttp's parser sees a byte of it.
+"""Finds where a client's requests begin and end, and checks each, before aiohttp's parser sees a byte of it.
 
-That parser takes trailers, extensions of chunks and offers of other protocols, and lets a body be mostly the framing of
-its chunks. Here a head is held back until it is whole, judged by the common rule (`request_head.py`), and handed on
-without its offer of another protocol; a body's chunks are handed on as long as they are plain. So what the parser gets
-has one meaning. A request waits here for the answer to the one before: so many small ones that come in one piece do not
-hold the event loop. Does not know sockets, nor what heads and bodies say.
+That parser accepts trailers, chunk extensions and upgrades to other protocols, and bodies that are mostly the framing
+of their chunks. Here a head is held back until it is whole, checked (`request_head.py`), and handed on without its
+offer of another protocol; a body's chunks are handed on while they are plain. So the bytes that the parser gets have
+one meaning. A request waits here for the answer to the one before it, so that many small ones in one piece do not block
+the event loop.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ END = b"\r\n"
 LENGTH = re.compile(rb"\r\n(?i:content-length):[ \t]*([0-9]+)")
 CHUNKED = re.compile(rb"\r\n(?i:transfer-encoding):")
 UPGRADE = re.compile(rb"\r\n(?i:upgrade):[^\r]*")
-"""Java's HTTP client and some proxies offer `Upgrade: h2c`, and go on in HTTP/1.1 as the standard says."""
+"""Java's HTTP client and some proxies offer `Upgrade: h2c`, and continue in HTTP/1.1 as the standard says."""
 CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]{1,12}")
-MAX_CHUNK_LINE = 12  # bytes of a chunk's own line; nothing but its size may be there
+MAX_CHUNK_LINE = 12  # bytes of a chunk's own line, which may have its size only
 FRAMING_BYTES = 1 << 14  # of a body, beside an eighth of it: 3,276 chunks of one byte, which take some 10 ms
 
 
 class Part(Enum):
-    """What comes next from a client."""
+    """The part that comes next from a client."""
 
     HEAD = auto()
     BODY = auto()  # of known length
@@ -40,20 +40,20 @@ class RequestFraming:
     """The bytes of one connection's client.
 
     Args:
-        added: a gateway adds its own lines before it sends a head on.
+        added: a gateway adds its own lines before it forwards a head.
     """
 
     def __init__(self, *, added: bool) -> None:
         self.fault = ""
-        """What is wrong with the request that came last, in words; nothing behind it is handed on."""
+        """What is wrong with the last request; nothing after it is handed on."""
         self.n_heads = 0
         """Heads that were handed on."""
         self.n_answered = 0
-        """Requests that were answered; while it is less than `n_heads`, no further one is handed on."""
+        """Answered requests; while fewer than `n_heads`, no further one is handed on."""
         self._added = added
         self._part = Part.HEAD
         self._held = b""  # of a head or a chunk's line that is not whole, or of requests that wait
-        self._searched = 0  # bytes of it in which there is no end of a head
+        self._searched = 0  # bytes of it that were searched for the end of a head
         self._left = 0  # bytes of the body, or of its chunk
         self._framing = self._body = 0  # bytes of a chunked body, its chunks' own lines and the rest
 
@@ -73,7 +73,7 @@ class RequestFraming:
         return len(self._held)
 
     def feed(self, data: bytes) -> bytes:
-        """What of these bytes, and of those held back, the parser may have."""
+        """The bytes that the parser may have, of these and of those held back."""
         seen, data, self._held, self._searched = self._searched, self._held + data, b"", 0
         passed: list[bytes] = []
         at = 0
@@ -90,10 +90,10 @@ class RequestFraming:
         return b"".join(passed)
 
     def _end_of_part(self, data: bytes, at: int, start: int) -> int | None:
-        """Where the part that begins at `at` ends, or what has come of it; None if it is wrong, or not whole enough.
+        """Where the part that begins at `at` ends, or the bytes of it so far; None if it is wrong or too short.
 
         Args:
-            start: before which no end was found.
+            start: where to continue the search for its end.
         """
         match self._part:
             case Part.HEAD:
@@ -116,7 +116,7 @@ class RequestFraming:
         return at + len(END) if len(data) >= at + len(END) and not self.fault else None
 
     def _go_on(self, piece: bytes) -> None:
-        """This piece is handed on: what comes next?"""
+        """A piece was handed on: set the next part."""
         match self._part:
             case Part.HEAD:
                 self.n_heads += 1

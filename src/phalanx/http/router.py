@@ -1,4 +1,4 @@
-"""Which handler answers a request: a table of paths and methods, which /openapi.json describes."""
+"""Finds the handler of a request in a table of paths and methods, which /openapi.json describes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Handler = Callable[[Exchange], Awaitable[Reply]]
 
 
 class Route(Struct, frozen=True):
-    """What is answered at a path."""
+    """The handler of a method at a path."""
 
     method: str
-    path: str  # {NAME} at its end stands for one or more parts of a request's path
+    path: str  # {NAME} at its end matches one or more parts of a request's path
     handler: Handler
-    guard: Callable[[Exchange], None] | None = None  # is asked before; raises an error for those it does not let in
+    guard: Callable[[Exchange], None] | None = None  # called first; raises an error for requests that it refuses
     body: type[Struct] | None = None  # of the JSON that the handler reads
 
     def described(self) -> Operation:
-        """What /openapi.json says of it: the first line of what its handler says of itself."""
-        said = (self.handler.__doc__ or "").strip().partition("\n")[0]
-        return Operation(self.method, self.path, said, self.body, self.guard is not None)
+        """Its operation in /openapi.json; the summary is the first line of the handler's docstring."""
+        summary = (self.handler.__doc__ or "").strip().partition("\n")[0]
+        return Operation(self.method, self.path, summary, self.body, self.guard is not None)
 
 
 class Router:
@@ -33,22 +33,22 @@ class Router:
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self._at: dict[str, dict[str, Route]] = {}  # path -> method -> route
-        self._below: dict[str, dict[str, Route]] = {}  # of a path with a parameter, what is before it -> ...
+        self._below: dict[str, dict[str, Route]] = {}  # the part of a path before its parameter -> method -> route
         self.routes: list[Route] = []
         for route in routes:
             self.add(route)
 
     def add(self, route: Route) -> None:
-        """One more route."""
+        """Add a route."""
         self.routes.append(route)
         begin, brace, _ = route.path.partition("{")
         (self._below if brace else self._at).setdefault(begin, {})[route.method] = route
 
     def find(self, method: str, path: str) -> tuple[Route, str]:
-        """The route of a request, and what stands for its parameter. HEAD is answered wherever GET is.
+        """The route of a request, and the value of its parameter. HEAD is answered wherever GET is.
 
         Raises:
-            UnknownPath, WrongMethod: there is none.
+            UnknownPath, WrongMethod: no route matches.
         """
         wanted = "GET" if method == "HEAD" else method
         allowed: dict[str, None] = {}
@@ -61,8 +61,8 @@ class Router:
         raise WrongMethod(f"Method Not Allowed: {method} {path}", allowed=tuple(allowed))
 
     def _that_match(self, path: str) -> Iterator[tuple[str, dict[str, Route]]]:
-        """What is before the parameter, and the routes by their methods: of the path itself, then of those above it,
-        in the order in which they were added."""
+        """(part before the parameter, method -> route) of the path itself, then of the paths above it in the order in
+        which they were added."""
         if path in self._at:
             yield path, self._at[path]
         for begin, found in self._below.items():

@@ -1,4 +1,4 @@
-"""Serves one handler at listening sockets, and ends: a server's and a gateway's way from accepting to the last byte."""
+"""Serves one handler at listening sockets, from accepting connections to an orderly stop."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from aiohttp import web
 
 from phalanx.http.acceptor import FLUSH_S, Acceptor, limits_within
 from phalanx.http.connection import HttpConnection
-from phalanx.http.connection_table import ConnectionLimits, ConnectionPlace, ConnectionTable, Deadlines
+from phalanx.http.connection_table import ConnectionLimits, ConnectionSlot, ConnectionTable, Deadlines
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
-LOOK_S = 0.01  # between two looks at what is still to be sent, at the end
+POLL_S = 0.01  # between two checks for unsent bytes, at the end
 
 
 class HttpService:
-    """See the module's docstring. Made in the event loop that it serves in.
+    """See the module's docstring. Create it in the event loop that serves.
 
     Args:
-        listeners: bound, listening, not blocking. What is served at each, and within which limits, is the same.
+        listeners: bound, listening, not blocking. All share the handler and the limits.
         deadlines: how long clients may keep a connection waiting.
         tls: the server's certificate; None for plain HTTP.
         is_gateway: see `HttpConnection`.
@@ -40,10 +40,10 @@ class HttpService:
         is_gateway: bool = False,
     ) -> None:
         self.table = ConnectionTable(limits_within(limits))
-        self._server = web.Server(handler)  # handlers say what of their work ends with their client
+        self._server = web.Server(handler)  # handlers decide which work ends with their client
 
-        def connect(place: ConnectionPlace) -> HttpConnection:
-            return HttpConnection(place, self.table, deadlines, self._server, is_gateway=is_gateway)
+        def connect(slot: ConnectionSlot) -> HttpConnection:
+            return HttpConnection(slot, self.table, deadlines, self._server, is_gateway=is_gateway)
 
         self.acceptors = [
             Acceptor(listener, self.table, connect, deadlines=deadlines, tls=tls) for listener in listeners
@@ -55,7 +55,7 @@ class HttpService:
             acceptor.start()
 
     async def stop(self) -> None:
-        """Accept no more, close idle connections at once, and the others once their answers are sent, or too late."""
+        """Stop accepting, close idle connections at once, and others when their answers are sent or time is over."""
         for acceptor in self.acceptors:
             await acceptor.stop()
         self._server.pre_shutdown()
@@ -67,12 +67,12 @@ class HttpService:
         while any(acceptor.is_sending for acceptor in self.acceptors):
             if asyncio.get_running_loop().time() > give_up:
                 return
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
 
 @contextmanager
 def handling(signals: Mapping[Signals, Callable[[], None]]) -> Iterator[None]:
-    """Call these when their signals come. Outside of a main thread, nothing does."""
+    """Call these when their signals come. Does nothing outside the main thread."""
     loop = asyncio.get_running_loop()
     try:
         for number, handler in signals.items():

@@ -1,16 +1,16 @@
-"""How a stream moves from one server to another: what a server tells the gateway, and what the next one gets.
+"""How a stream moves from one server to another: the records that a server sends, and the `Resume` for the next one.
 
 A request with the header MIGRATION, whose value is the server's admin key, gets a *record* after each piece of its
-stream. It says which tokens the piece is made of, and the gateway takes it out again:
+stream. It has the tokens of the piece, and the gateway takes it out again:
 
     server-sent events    : phalanx {"choices":[{"index":0,"tokens":[17,4]}]}
     lines of JSON         {"phalanx":{"choices":[{"index":0,"tokens":[17,4]}]}}
 
-A gateway sends on a piece only once its record has come, so that at any time what its client has and what the records
-say are the same. A record without a piece says that the server's engine is gone, or back: meanwhile another server may
-be quicker. To continue the stream it sends the request again, to another server, with the header RESUME: as many
-first bytes of the body are a `Resume`, and the client's own body follows. That server computes the rest of each choice,
-passes the known tokens through its decoders without showing anything, and answers with the bytes that come next.
+The gateway forwards a piece only once its record has come, so that at any time the records describe exactly what its
+client has. A record without a piece says that the server's engine is down, or back: meanwhile another server may be
+quicker. To continue the stream, the gateway sends the request to another server with the header RESUME: so many first
+bytes of the body are a `Resume`, and the client's own body follows. That server computes the rest of each choice,
+passes the known tokens through its decoders without output, and answers with the bytes that come next.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from phalanx.types import TokenLogprobs
 
 MIGRATION = "x-phalanx-migration"
 RESUME = "x-phalanx-resume"
-RESUME_BYTES = 32 << 20  # of a `Resume`, which is no part of a body's limit
+RESUME_BYTES = 32 << 20  # of a `Resume`, which does not count towards a body's limit
 MAX_ITEMS = RESUME_BYTES >> 6  # tokens and log-probabilities that fit: one takes at most 40 bytes, choices a little
 EVENT_MARK = b": phalanx "
 LINES = "application/x-ndjson"  # the media type of lines of JSON
@@ -33,9 +33,9 @@ LINE_MARK = b'{"phalanx":'
 
 
 class Start(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the whole answer has in common, on every server that writes a part of it.
+    """Properties of the whole answer, on every server that writes a part of it.
 
-    Part of the first record. A server that continues the answer inexactly gives another one, which counts from then on.
+    Part of the first record. A server that continues the answer inexactly sends another one, which counts from then on.
     """
 
     id: str  # of the answer; ids of its items and calls are derived from it
@@ -43,12 +43,12 @@ class Start(Struct, frozen=True, kw_only=True, omit_defaults=True):
     seed: int  # of every choice, given by the client or drawn
     determinism_key: str  # of the server; equal ones compute equal tokens
     prompts: int  # CRC-32 of the prompts' token ids
-    prompt: list[int] = []  # a chat's, where the server's memory of calls made another one than the template does
+    prompt: list[int] = []  # a chat's, if the server's memory of calls made another one than the template does
     exact: bool = True  # no server with other determinism_key or prompts has continued it
 
 
 class ChoiceEnded(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The ending of a choice that the client has, as the engine said it; see `types.Finished`."""
+    """The ending of a choice that the client has, from the engine; see `types.Finished`."""
 
     reason: Literal["stop", "length", "timeout"]
     n_tokens: int  # of the answer: a stop string may have cut some off
@@ -59,32 +59,32 @@ class ChoiceEnded(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class RecordedChoice(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One choice: in a record what is new of it, in a `Resume` all of it."""
+    """One choice: its news in a record, all of it in a `Resume`."""
 
     index: int
     tokens: list[int] = []  # that its text pipeline has taken in; their text may be held back
     logprobs: list[TokenLogprobs] = []  # one per token, if the request wants them
-    echoed: bool = False  # the client has the prompt that it asked to be repeated
+    echoed: bool = False  # the client has the prompt that it asked to be echoed
     ended: ChoiceEnded | None = None
 
 
 class StreamRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a server tells after a piece of a stream."""
+    """Sent after each piece of a stream."""
 
     start: Start | None = None  # in the first one; see there
     choices: list[RecordedChoice] = []  # those with news
-    failed: str = ""  # the piece is an error that another server may not have; why
-    paused: bool = False  # the server's engine is gone: nothing more comes before it is back, in seconds or minutes
+    failed: str = ""  # why, if the piece is an error that another server may not have
+    paused: bool = False  # the server's engine is down: nothing comes before it is back, in seconds or minutes
 
 
 class Resume(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a server needs to continue a stream."""
+    """The state that a server needs to continue a stream."""
 
     start: Start  # the last one
-    choices: list[RecordedChoice]  # those of which anything is known
+    choices: list[RecordedChoice]  # those with any record
     next_number: int  # of the next event, in dialects that number them
-    timeout_s: float  # what is left of the request's time
-    moves: int  # how often it has been carried on, this time included
+    timeout_s: float  # left of the request's time
+    moves: int  # how often the stream has moved, this time included
 
 
 _encode = msgspec.json.Encoder().encode
@@ -108,7 +108,7 @@ def record_in(event: bytes, *, lines: bool) -> StreamRecord | None:
     A line may begin with blanks, which are the client's: they keep it waiting.
 
     Raises:
-        msgspec.DecodeError: it is marked as a record, and none.
+        msgspec.DecodeError: it is marked as a record, but cannot be read.
     """
     mark = LINE_MARK if lines else EVENT_MARK
     if lines:
@@ -129,10 +129,10 @@ def resume_body(resume: Resume, body: bytes) -> tuple[int, bytes]:
 
 
 def resume_size(header: str) -> int:
-    """The value of RESUME; -1 if it is no number of bytes.
+    """The value of RESUME; -1 if it is not a number of bytes.
 
     Raises:
-        RequestTooLarge: no `Resume` may have so many.
+        RequestTooLarge: more than a `Resume` may have.
     """
     if not (header.isascii() and header.isdigit() and len(header) < 12):
         return -1
@@ -142,7 +142,7 @@ def resume_size(header: str) -> int:
 
 
 def split_body(header: str, body: bytes) -> tuple[Resume, bytes]:
-    """The opposite of `resume_body`.
+    """The inverse of `resume_body`.
 
     Raises:
         InvalidRequest: the header is not a length within the body, or the first part of the body is not a `Resume`.

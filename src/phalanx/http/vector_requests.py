@@ -1,6 +1,6 @@
-"""Requests for vectors and scores: the paths at which clients ask for them, and the refusal that says what to do.
+"""Requests for embeddings and scores: their paths, and the error that says what to do.
 
-Their clients name an embedding model, so that an error about its name alone would send people on a wrong track.
+Their clients name an embedding model, so an error about its name alone would mislead people.
 """
 
 from __future__ import annotations

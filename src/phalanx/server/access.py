@@ -1,4 +1,4 @@
-"""The clients that may use a server, and those that may manage the models on its disk."""
+"""Access to a server: which requests may use it, and which may manage the models on its disk."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from phalanx.http.owners import OWNER, owner_on_server
 
 
 class Access:
-    """The guards of a server's routes. Managers of models are programs on this machine, and clients with the admin key.
-    What a proxy on this machine passes on is not this machine's own.
+    """The guards of a server's routes. Programs on this machine and clients with the admin key may manage models.
+    Requests that a proxy on this machine forwards do not count as this machine's.
     """
 
     def __init__(self, keys: ApiKeys, admin_key: str | None) -> None:
@@ -23,17 +23,17 @@ class Access:
         """Note the owner of the request's key.
 
         Raises:
-            InvalidApiKey: there is no API key that is accepted.
+            InvalidApiKey: there is no accepted API key.
             AdminKeyRefused: as `owner_on_server`.
         """
         self._note_owner(exchange, self._keys.owner(exchange.headers))
 
     def client_or_manager(self, exchange: Exchange) -> None:
-        """As `client`, but the admin key may stand in the place of an API key."""
+        """As `client`, but the admin key also serves as an API key."""
         self._note_owner(exchange, "" if self._has_admin_key(exchange) else self._keys.owner(exchange.headers))
 
     def manager(self, exchange: Exchange) -> None:
-        """As `client_or_manager`, and refuse requests of others.
+        """As `client_or_manager`, and refuse requests that may not manage models.
 
         Raises:
             InvalidApiKey: as `client`.
@@ -44,7 +44,7 @@ class Access:
             raise AdminKeyRefused("Only this machine, or a client with the --admin-key, may change its models.")
 
     def manages(self, exchange: Exchange) -> bool:
-        """Whether a request, which `client_or_manager` has passed, may see and change the models on this disk."""
+        """Whether a request that passed `client_or_manager` may see and change the models on this disk."""
         is_own = is_loopback(exchange.address) and not any(name in exchange.headers for name in OF_PROXIES)
         return self._has_admin_key(exchange) or is_own
 
@@ -56,4 +56,4 @@ class Access:
 
 
 OF_PROXIES = ("x-forwarded-for", "x-real-ip", "forwarded", "via")
-"""Headers that tell of another client behind the one that asks."""
+"""Headers by which a proxy names the client behind it."""

@@ -1,7 +1,4 @@
-"""The server: builds its parts, and says which of them answers at which path.
-
-Does not know how the engine runs, nor sockets and signals (`server_process.py`).
-"""
+"""The server's parts and routes. `server_process.py` handles sockets and signals."""
 
 from __future__ import annotations
 
@@ -68,22 +65,22 @@ GENERATE_ROUTES: Mapping[str, Dialect[Any]] = {
     "/api/chat": ollama_dialect.CHAT,
     "/api/generate": ollama_dialect.GENERATE,
 }
-"""Path -> the dialect of the requests that the model answers there."""
+"""Path -> dialect of the requests that the model answers."""
 COUNTING: Mapping[str, tuple[Dialect[Any], Callable[[int], dict[str, Any]]]] = {
     "/v1/messages/count_tokens": (COUNTED_MESSAGES, count_body),
     "/v1/responses/input_tokens": (RESPONSES, input_tokens_body),
 }
-"""Path -> the dialect of the requests whose prompts are counted there, and how the count is written."""
+"""Path -> dialect of the requests whose prompts are counted, and the function that writes the count."""
 
 
 class ServerApp(Struct, frozen=True):
-    """A server that is not served yet."""
+    """A server that does not accept connections yet."""
 
     application: Application
     running: Callable[[], AbstractAsyncContextManager[None]]  # starts the engine, and closes it at the end
     journal: Journal
     served: ApiModel
-    prepare: Callable[[], None]  # begin what the first requests would wait for; returns at once
+    prepare: Callable[[], None]  # start work that the first requests would wait for; returns at once
 
 
 def create_app(
@@ -112,7 +109,7 @@ def create_app(
         defaults=defaults or GenerationDefaults(),
         eos_ids=frozenset(tokenizer.eos_ids),
         template_kwargs=config.default_chat_template_kwargs,
-        shapes=output_formats_of(config, tokenizer),
+        formats=output_formats_of(config, tokenizer),
         shows_tools=tokenizer.shows_tools,
         drop_tools=_note_once(served_names(config)[0]) if config.drops_tools else None,
         auto_tools=config.enable_auto_tool_choice,
@@ -135,8 +132,8 @@ def create_app(
     tokenize_prompts = Prompts(tokenizer, threads=1)  # a thread of its own: /tokenize must not delay completions
     keys = ApiKeys(config.api_key)
     calls = CallMemory()
-    chats = ChatEncoder(prompts, served.shapes, calls)
-    counted = ChatEncoder(tokenize_prompts, served.shapes, calls)
+    chats = ChatEncoder(prompts, served.formats, calls)
+    counted = ChatEncoder(tokenize_prompts, served.formats, calls)
     information = InfoEndpoints(config, engine, served, intake, tokenize_prompts, counted, health, metrics, keys)
     access = Access(keys, config.admin_key)
     ollama_info = OllamaEndpoints(
@@ -171,7 +168,7 @@ def create_app(
         return json_answer(document("phalanx", (route.described() for route in router.routes)))
 
     async def openapi(_: Exchange) -> Answer:
-        """What this server answers at which path."""
+        """This description of the server's paths."""
         return described()
 
     router.add(Route("GET", "/openapi.json", openapi))
@@ -182,13 +179,13 @@ def create_app(
 
 
 def output_formats_of(config: ServerConfig, tokenizer: Tokenizer) -> OutputFormats:
-    """The formats in which the model writes calls and reasoning: by its chat template, or as the flags say."""
+    """The model's formats of calls and reasoning: by its chat template, or by the flags."""
     found = choose(tokenizer.template_source, tokenizer.added_tokens)
     return by_name(found, config.tool_call_parser, config.reasoning_parser)
 
 
 def _note_once(model: str) -> Callable[[], None]:
-    """Logs at its first call that tools of requests to this model are left out."""
+    """A function that logs, at its first call, that tools of requests to this model are left out."""
 
     @cache
     def note() -> None:
@@ -236,7 +233,7 @@ def _routes(
 
 
 def _ollama_routes(access: Access, information: OllamaEndpoints) -> list[Route]:
-    """Those of Ollama's API that do not run the model."""
+    """The routes of Ollama's API that do not run the model."""
     return [
         Route("GET", "/api/version", information.version),
         Route("GET", "/api/tags", information.tags, access.client_or_manager),

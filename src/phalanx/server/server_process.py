@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 
 
 class ServerProcess:
-    """A server until its end. During the drain before it, new requests are answered with 503.
+    """A server until its end. During the drain, new requests get a 503.
 
     Args:
         listeners: bound and listening TCP sockets: of `config.port` and, if there is one, of `config.ollama_port`.
-            What is served at both, and within which limits, is the same.
+            Both share the routes and the limits.
         defaults: sampling parameters of requests that set none.
         deadlines: how long clients may keep a connection waiting.
     """
@@ -56,7 +56,7 @@ class ServerProcess:
         self.tls = server_context(config.ssl_certfile, config.ssl_keyfile)
         self.app = app
         self.service: HttpService | None = None
-        """What serves it; None before it runs."""
+        """The running HTTP service; None before it runs."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
@@ -72,9 +72,9 @@ class ServerProcess:
             PhalanxError: the error of `engine.start`.
         """
         self._loop = asyncio.get_running_loop()
-        gc.freeze()  # else a collection looks at every imported module, for 30 ms in which no stream goes on
+        gc.freeze()  # else a collection scans every imported module, which stalls all streams for 30 ms
         signals = dict.fromkeys((signal.SIGINT, *ending_signals()), self._drain)
-        with handling(signals):  # to the very end: a second one must not keep the engine from being closed
+        with handling(signals):  # to the very end: a second signal must not keep the engine from being closed
             await self._serve()
         if self._failure is not None:
             raise self._failure
@@ -105,28 +105,28 @@ class ServerProcess:
     # The engine's listener -------------------------------------------------------------------------------------
 
     def on_ready(self, info: ModelInfo) -> None:
-        """Log whether and in which forms the model calls tools and reasons, and print the URL of the API last, once."""
+        """Log the model's formats of calls and reasoning, and print the URL of the API last, once."""
         if not self._announced:
             self._announced = True
             tls = self.tls is not None
             url = base_url(self._settings.host, self.port, tls=tls)
             served = self.app.served
-            log.info("%s", served.shapes.describe(shows_tools=served.shows_tools))
+            log.info("%s", served.formats.describe(shows_tools=served.shows_tools))
             for port in self.further_ports:
                 other = base_url(self._settings.host, port, tls=tls).removesuffix("/v1")
                 print(f"for Ollama's clients: {other}")
             print(f"phalanx is ready: {url} (model {served_names(self._settings)[0]})", flush=True)
 
     def on_down(self, reason: str, will_restart: bool) -> None:
-        """End the server if the engine has failed for good, with the engine's exit code: supervisors see it."""
+        """End the server if the engine has failed for good, with the engine's exit code for supervisors."""
         if will_restart:
             log.warning("the engine went down and is being restarted: %s", reason)
             return
         if self._announced:
             log.error("the engine went down for good: %s", reason)
         else:
-            said = fitted(f"phalanx could not start: {as_entry(reason)}", sys.stderr)
-            print(said, file=sys.stderr, flush=True)
+            text = fitted(f"phalanx could not start: {as_entry(reason)}", sys.stderr)
+            print(text, file=sys.stderr, flush=True)
         self._exit_code = self._engine.state.exit_code or ExitCode.CRASH
         self._ended.set()
 

@@ -41,7 +41,7 @@ def serve(
         ConfigError: the address cannot be bound, or the certificate cannot be used; says which and what to do.
         PhalanxError: the error of the engine's start or of `load_tokenizer`. The engine is closed before.
     """
-    server_context(config.ssl_certfile, config.ssl_keyfile)  # an error in it is told before anything starts
+    server_context(config.ssl_certfile, config.ssl_keyfile)  # raises before anything starts
     raise_limit(limits_of(config).total + OPEN_FILES)
     with ExitStack() as stack:
         listeners = [stack.enter_context(bind(config.host, config.port))]
@@ -51,13 +51,13 @@ def serve(
 
 
 def limits_of(config: ServerConfig) -> ConnectionLimits:
-    """The limits that a server's settings ask for."""
+    """The connection limits by a server's settings."""
     requests = config.engine.max_num_seqs + config.queue
     return limits_for(config.max_connections, config.max_connections_per_address, requests)
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
-    """Signals that end a server gently: SIGTERM, and of a terminal that is closed SIGHUP, unless `nohup` ignores it."""
+    """Signals that end a server gently: SIGTERM, and a closing terminal's SIGHUP, unless `nohup` ignores it."""
     hears = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
     return (signal.SIGTERM, signal.SIGHUP) if hears else (signal.SIGTERM,)
 

@@ -13,7 +13,7 @@ import ssl
 import time
 from collections.abc import Callable, Coroutine
 
-from phalanx.http.connection_table import ConnectionLimits, ConnectionPlace, ConnectionTable
+from phalanx.http.connection_table import ConnectionLimits, ConnectionSlot, ConnectionTable
 from phalanx.http.refused_keys import RefusedKeys
 from phalanx.tls.failures import explain
 
@@ -38,7 +38,7 @@ class TlsListener:
         self._context = context
         self._handle = handle
         self._table = ConnectionTable(ConnectionLimits(MAX_CANDIDATES, MAX_CANDIDATES))
-        self._candidates: dict[socket.socket, ConnectionPlace] = {}
+        self._candidates: dict[socket.socket, ConnectionSlot] = {}
         self._refusals = RefusedKeys("A refused connection")
         self._handshakes: set[asyncio.Task[None]] = set()
         self._connections: set[asyncio.Task[None]] = set()

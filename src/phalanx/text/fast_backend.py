@@ -1,10 +1,9 @@
 """Loads a tokenizer.json with the library `tokenizers` alone, and its chat template. Most models need no more.
 
 transformers reads the same file with the same library, behind a second of imports. Its general class takes the file as
-it is; its other classes build rules of their own and may contradict the file. `read` therefore serves the general class
-and one other where it agrees with the file (`qwen2_rules.py`). It takes only settings whose effect is known to be
-nothing or is done here too, and declines everything else, which `transformers_backend.py` loads. Knows the files of a
-model's directory; does not know mlx-lm.
+it is; its other classes build rules of their own and may contradict the file. `read` therefore serves the general
+class, and one other if that agrees with the file (`qwen2_rules.py`). It accepts only settings that have no effect or
+are implemented here, and leaves everything else to `transformers_backend.py`.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ MISTRAL = frozenset({"mistral", "mistral3", "ministral3"})
 CONTRACTIONS = b"(?i:'s|'t|'re|"
 
 NFC_SHRINKS = 3
-"""How many times shorter NFC can make a text, in UTF-8 bytes: three jamo of three bytes become a syllable of three."""
+"""Factor by which NFC can shorten a text, in UTF-8 bytes: three jamo of three bytes become a syllable of three."""
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -61,7 +60,7 @@ NO_EFFECT = frozenset(
     "processor_class sp_model_kwargs spaces_between_special_tokens tokenizer_class use_default_system_prompt "
     "use_fast".split()
 )
-"""Settings that change no id and no text where there is a tokenizer.json, or that `read` implements."""
+"""Settings that change no id and no text if there is a tokenizer.json, or that `read` implements."""
 
 THINKING = (
     ("<think>", "</think>"),
@@ -216,7 +215,7 @@ def read(path: Path, *, trust_remote_code: bool) -> FastBackend | None:
 def read_as_it_is(path: Path) -> FastBackend | None:
     """The tokenizer that tokenizer.json describes, whatever class the settings name.
 
-    None without such a file, or where more than the file decides: the model's own code, a renderer of mlx-lm, or added
+    None without such a file, or if more than the file decides: the model's own code, a renderer of mlx-lm, or added
     tokens of other files.
 
     Raises:
@@ -269,9 +268,9 @@ def decodes_bytes(tokenizer: Tokenizer) -> bool:
 
 
 def _from_buffer(path: Path, text: bytes) -> Tokenizer:
-    def unreadable(words: str) -> ModelUnsupported:
+    def unreadable(reason: str) -> ModelUnsupported:
         return ModelUnsupported(
-            f"{path / 'tokenizer.json'} cannot be loaded: {words}", remedy="Copy the model's tokenizer.json there."
+            f"{path / 'tokenizer.json'} cannot be loaded: {reason}", remedy="Copy the model's tokenizer.json there."
         )
 
     try:
@@ -307,7 +306,7 @@ def _is_general(settings: Mapping[str, Any], model: Mapping[str, Any], text: byt
 
 
 def _is_qwen2(settings: Mapping[str, Any], model: Mapping[str, Any], text: bytes, saved: Saved) -> bool:
-    """Whether transformers builds, by its class for Qwen 2 and 3, what the file says."""
+    """Whether transformers' class for Qwen 2 and 3 builds the tokenizer that the file describes."""
     if not qwen2_rules.applies(settings, str(model.get("model_type"))) or "model_name" in model:
         return False
     decoder = settings.get("added_tokens_decoder", {})

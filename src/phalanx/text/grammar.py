@@ -1,8 +1,8 @@
 """Grammars that answers must match, compiled by llguidance for a model's tokenizer (design: Constrained decoding).
 
-A grammar is llguidance's own: JSON text `{"grammars": [...]}`, of JSON schemas, regular expressions and Lark grammars.
-It is a stranger's program, of which fuel bounds most but not all: what comes from a client is tried in a process of its
-own before it is compiled here.
+A grammar is in llguidance's format: JSON text `{"grammars": [...]}`, of JSON schemas, regular expressions and Lark
+grammars. A client's grammar is compiled in a limited process first: llguidance's own limits bound most of its cost, but
+not all.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from phalanx.errors import GrammarRefused
 from phalanx.text.tokenizer import Tokenizer
 
 COMPILE_STACK = 64 << 20
-"""Bytes of stack of a thread that makes matchers. llguidance recurses along chains of references, and what was compiled
-once, on a stack of the usual 8 MB, must not overflow another one."""
+"""Bytes of stack of a thread that makes matchers. llguidance recurses along chains of references, and a grammar that
+compiled once, on the usual 8 MB, must not overflow another stack."""
 BEFORE = "\x02"
-"""A character that tokenizers do not join with what follows. They put no space between it and a text."""
+"""A character that tokenizers do not join with the text after it, nor separate from it by a space."""
 MAX_COMPILED = 16  # compiled grammars that are kept, of up to 60 MB each
 
 NOTHING_MATCHES = "NoExtensionBias"
-"""What llguidance says where not even the first token is left."""
+"""llguidance's message if not even a first token is allowed."""
 
 LIMITS = LLParserLimits(
     max_grammar_size=200_000,  # a schema of 5,000 optional properties has more
@@ -35,12 +35,12 @@ LIMITS = LLParserLimits(
     step_max_items=10_000,  # Earley items of a mask, 10 ms; an ambiguous grammar had 50,000 of 0.5 s, for each token
     verbose_errors=False,
 )
-"""Beside llguidance's own limits. Masks are computed between two steps, for which the rows of all clients wait. These
-figures are of a vocabulary of 150,000 tokens."""
+"""Besides llguidance's own limits. Masks are computed between two steps, while the rows of all clients wait. Figures
+are for a vocabulary of 150,000 tokens."""
 
 
-class _Words:
-    """A tokenizer as llguidance asks for it. It tokenises the bytes that grammars force, which follow others.
+class _TokenizerAdapter:
+    """A tokenizer in the form that llguidance asks for. It tokenises bytes that grammars force in the middle of a text.
 
     Tokens that do not spell exactly these bytes would make llguidance allow a wrong token. Some tokenizers put a space
     before every text, and all read the name of a special token as that token.
@@ -59,7 +59,7 @@ class _Words:
 
     def __call__(self, text: str) -> list[int]:
         if not isinstance(text, str):
-            raise TypeError("bytes")  # llguidance tries once, and hands over texts from then on
+            raise TypeError("bytes")  # llguidance tries once, and passes texts from then on
         spelled = text.encode()
         if self._spell(ids := self._encode(text), spelled):
             return ids
@@ -77,7 +77,7 @@ class _Words:
         return self._special.isdisjoint(ids) and b"".join(self.tokens[token] for token in ids) == spelled
 
     def _longest_first(self, spelled: bytes) -> list[int]:
-        """The longest token that fits, then the next one, up to a byte that no token begins with."""
+        """The longest token that fits, then the next one, up to a byte that begins no token."""
         ids: list[int] = []
         while spelled:
             sizes = range(min(len(spelled), self._longest), 0, -1)
@@ -116,7 +116,7 @@ class GrammarCompiler:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()  # the latest used last
 
     def prepare(self) -> None:
-        """Read the vocabulary, for which the first grammar would wait: 0.5 s per 50,000 tokens. Blocks."""
+        """Read the vocabulary, so that the first grammar need not: 0.5 s per 50,000 tokens. Blocks."""
         with self._lock:
             self._llguidance  # noqa: B018
 
@@ -124,7 +124,7 @@ class GrammarCompiler:
         """Compile a grammar and compute its first masks. Blocks; call it on a thread.
 
         Raises:
-            GrammarRefused: it does not compile within `LIMITS`, or allows no beginning; says why.
+            GrammarRefused: it does not compile within `LIMITS`, or allows no first token; says why.
         """
         matcher = self.matcher(grammar)
         try_first_masks(matcher)
@@ -154,7 +154,7 @@ class GrammarCompiler:
         return -(-self._llguidance.vocab_size // 32)
 
     def clear_placeholder(self, masks: npt.NDArray[np.uint32]) -> None:
-        """Forbid, in masks [P, words], the token that stands for an end where the tokenizer has none."""
+        """Forbid, in masks [P, words], the stand-in for an end token if the tokenizer has none."""
         if not self._eos_ids:
             token = self._tokenizer.vocab_size
             masks[:, token // 32] &= ~np.uint32(1 << token % 32)
@@ -167,21 +167,21 @@ class GrammarCompiler:
         if not eos_ids:  # llguidance needs one
             eos_ids = [len(tokens)]
             tokens, special = [*tokens, b"<end>"], [*special, len(tokens)]
-        words = TokenizerWrapper(_Words(tokenizer, tokens, special, eos_ids))
+        adapter = TokenizerWrapper(_TokenizerAdapter(tokenizer, tokens, special, eos_ids))
         # In two calls, because each holds the interpreter's lock, for 0.1 s per 50,000 tokens; heartbeats wait for it.
-        return LLTokenizer(words, eos_token=eos_ids, slices=[]).with_slices(LLTokenizer.general_slices())
+        return LLTokenizer(adapter, eos_token=eos_ids, slices=[]).with_slices(LLTokenizer.general_slices())
 
 
 def try_first_masks(matcher: LLMatcher) -> None:
-    """Compute the first mask of a matcher, and that after what the grammar forces: some grammars are too large only
-    there (many optional properties, after the brace). Changes the matcher."""
+    """Compute a matcher's first mask, and the one after the tokens that the grammar forces: some grammars are too large
+    only there (many optional properties, after the brace). Changes the matcher."""
     matcher.compute_bitmask()
     matcher.consume_tokens(matcher.compute_ff_tokens())
     matcher.compute_bitmask()
 
 
 def reason(matcher: LLMatcher) -> str:
-    """Why a matcher failed, in llguidance's words, on one line."""
-    said, _, _ = matcher.get_error().removesuffix("<non-verbose/>").partition("<backtrace>")
-    words = " ".join(said.split())
-    return "no text matches it" if words == NOTHING_MATCHES else words
+    """Why a matcher failed: llguidance's message, on one line."""
+    error, _, _ = matcher.get_error().removesuffix("<non-verbose/>").partition("<backtrace>")
+    message = " ".join(error.split())
+    return "no text matches it" if message == NOTHING_MATCHES else message

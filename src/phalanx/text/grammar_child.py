@@ -1,6 +1,6 @@
 """The program of the process that tries grammars: reads jobs from stdin, a line of JSON each, and answers.
 
-Sets the limits of a job before it reads more of it. Does not know who starts it (`grammar_process.py`).
+Sets the limits of a job before it reads the rest of it. `grammar_process.py` starts it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from phalanx.text.library_errors import library_errors
 from phalanx.text.limited_process import answer_jobs, limit_job
 from phalanx.text.schema_places import place_of
 
-REASON_CHARS = 600  # of a refusal: llguidance quotes what it was given
+REASON_CHARS = 600  # of a refusal: llguidance quotes its input
 EOS = "<phalanx end of sequence>"
 TOKEN_ID = re.compile(r"<\[\d+\]>")
 MARK = "<phalanx mark>"
@@ -52,10 +52,10 @@ def _tokenizer(special: tuple[str, ...]) -> LLTokenizer:
 
 def _refused(grammar: str, special: tuple[str, ...]) -> str:
     """Why a grammar cannot be used; empty if it can."""
-    known = TOKEN_ID.sub(f"<[{MARK_ID}]>", grammar)  # which token it is does not matter here
+    known = TOKEN_ID.sub(f"<[{MARK_ID}]>", grammar)  # any token does here
     matcher = LLMatcher(_tokenizer(special), known, log_level=0, limits=LIMITS)
     if not matcher.is_error():
-        try_first_masks(matcher)  # bytes force more than the model's tokens do: a brace is no part of a longer token
+        try_first_masks(matcher)  # with bytes a grammar forces more than with tokens: these may join a brace to more
     return reason_of(matcher)[:REASON_CHARS]
 
 
@@ -69,7 +69,7 @@ def _lark(gbnf: str) -> GrammarReply:
             return GrammarReply(lark=gbnf_to_lark(gbnf))
     except (GrammarRefused, GbnfToLarkError) as error:
         return GrammarReply(refused=str(error)[:REASON_CHARS])
-    except (IndexError, RecursionError):  # of the translator: an escape at the end; many parentheses
+    except (IndexError, RecursionError):  # in the translator: an escape at the end; many parentheses
         return GrammarReply(refused="it is cut short, or nested too deeply")
 
 
@@ -82,7 +82,7 @@ def _answer(line: bytes) -> bytes:
     special = tuple(job.special)
 
     def refused_part(part: dict[str, Any]) -> str:
-        """As `_refused_schema`, as long as the search has a quarter of the time: a part takes as long as the whole."""
+        """As `_refused_schema`, while a quarter of the time is left: a part may take as long as the whole."""
         in_time = time.process_time() - started < limited.limits.seconds / 4
         return _refused_schema(part, special) if in_time else ""
 

@@ -1,8 +1,8 @@
 """Tries grammars of clients in a process of their own, with limited time and memory.
 
-llguidance bounds most of what a grammar can cost, but not all: an integer that is a multiple of 10,000,019, or thirty
-patterns that must hold together, take minutes, and nothing inside this process can end them. So a grammar is compiled
-here first, over the 256 bytes as vocabulary, and one that passes may be compiled for the model's own tokenizer.
+llguidance bounds most of a grammar's cost, but not all: an integer that is a multiple of 10,000,019, or thirty patterns
+that must hold together, take minutes, and nothing inside this process can end them. So a grammar is first compiled in
+another process, with the 256 bytes as vocabulary; if it passes, it is compiled for the model's own tokenizer.
 `grammar_child.py` is the program.
 """
 
@@ -24,7 +24,7 @@ TOO_COMPLEX = "it is too complex"
 
 
 class GrammarLimits(Struct, frozen=True):
-    """What one job may take: seconds of processor time, and bytes."""
+    """Limits of one job: seconds of processor time, and bytes."""
 
     seconds: float = SECONDS
     memory: int = MEMORY
@@ -47,7 +47,7 @@ class LimitedJob(Struct, frozen=True):
 
 
 class GrammarReply(Struct, frozen=True, omit_defaults=True):
-    """Why something is refused, empty if it is not, and where; or a translated grammar."""
+    """Why and where a grammar is refused, empty if it is not; or a translated grammar."""
 
     refused: str = ""
     place: str = ""
@@ -71,22 +71,22 @@ class GrammarTrial:
         self._processes.start()
 
     def check(self, grammar: str) -> None:
-        """Compile a serialised grammar and see what it begins with.
+        """Compile a serialised grammar and compute its first masks.
 
         Raises:
-            GrammarRefused: it cannot be compiled, allows no beginning, or takes too much time or memory; says why.
+            GrammarRefused: it cannot be compiled, allows no first token, or takes too much time or memory; says why.
         """
         self._ask(GrammarJob(self._special, grammar=grammar))
 
     def check_schema(self, schema: Mapping[str, Any]) -> None:
-        """As `check`, for a JSON schema. The error's `param` are the keys that lead to the part that is refused."""
+        """As `check`, for a JSON schema. The error's `param` has the keys that lead to the refused part."""
         self._ask(GrammarJob(self._special, schema=dict(schema)))
 
     def lark(self, gbnf: str) -> str:
         """The Lark grammar of one in GBNF.
 
         Raises:
-            GrammarRefused: it is no GBNF; says why.
+            GrammarRefused: it is not GBNF; says why.
         """
         return self._ask(GrammarJob(self._special, gbnf=gbnf)).lark
 

@@ -1,7 +1,7 @@
 """Errors of the library `tokenizers` as errors of this package.
 
-It raises plain `Exception`s. Where its Rust code panics, as on a regular expression of tokenizer.json that takes too
-long on a text, it raises a `BaseException` that no handler expects. Does not import the library.
+It raises plain `Exception`s. If its Rust code panics, as on a regular expression of tokenizer.json that takes too long
+on a text, it raises a `BaseException` that no handler expects. This module does not import the library.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from phalanx.errors import PhalanxError
 
 @contextmanager
 def library_errors(error: Callable[[str], PhalanxError]) -> Iterator[None]:
-    """Raise `error(words)` where the library fails; other errors pass."""
+    """Raise `error(message)` if the library fails; other errors pass."""
     try:
         yield
     except BaseException as problem:

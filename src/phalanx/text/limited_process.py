@@ -1,8 +1,8 @@
 """Processes that do a client's or a model's work with limited time and memory, one job after another.
 
 Some work cannot be interrupted inside this process: a chat template that loops, a grammar that takes minutes to
-compile. The operating system limits a process: its processor time by a timer, its memory by `RLIMIT_AS`, or, where the
-system does not enforce that (macOS), by a look at its size.
+compile. The operating system limits a process: its processor time by a timer, its memory by `RLIMIT_AS`; on macOS,
+which does not enforce that, this process watches its size.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from functools import cache
 
 import psutil
 
-WATCH_S = 0.1  # between two looks at the size of a process that works
-LARGE = 1 << 20  # bytes of a job after which its process ends: what its heap keeps could deny memory to the next one
-OUT_OF_MEMORY = 100  # status of a process that got no more memory. It ends for the same reason
+WATCH_S = 0.1  # between two checks of the size of a working process
+LARGE = 1 << 20  # bytes of a job after which its process ends: memory that its heap keeps could be missing for the next
+OUT_OF_MEMORY = 100  # exit status of a process that got no more memory
 
 
 class ProcessLimit(Exception):
@@ -31,7 +31,7 @@ class ProcessLimit(Exception):
 
 
 class LimitedProcesses:
-    """As many processes as threads work at once. Threads may call all methods concurrently.
+    """One process per thread that works at the time. Threads may call all methods concurrently.
 
     Args:
         module: the program. It reads jobs, a line each, and answers each with a line; see `answer_jobs`.
@@ -50,7 +50,7 @@ class LimitedProcesses:
 
         Args:
             job: a line, without its end.
-            seconds: of processor time that the program takes at most, for the error.
+            seconds: limit of the program's processor time, for the error.
             memory: bytes that it may take.
 
         Raises:
@@ -133,7 +133,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _too_large(memory: int) -> str:
-    """Says that a process took too much memory, in bytes."""
+    """The error text for a process beyond its memory in bytes."""
     return f"it took more than {memory >> 20} MiB of memory"
 
 
@@ -154,7 +154,7 @@ def answer_jobs(answer: Callable[[bytes], bytes]) -> None:
 
 
 def limit_job(seconds: float, memory: int) -> None:
-    """Limit the job that begins: its processor time, and the bytes of address space beyond those of the first job."""
+    """Limit the job that begins: its processor time, and its address space in bytes beyond that of the libraries."""
     with contextlib.suppress(ValueError, OSError):  # macOS refuses: there the parent watches
         resource.setrlimit(resource.RLIMIT_AS, (_taken_by_libraries() + memory, resource.RLIM_INFINITY))
     signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process, wherever it computes

@@ -1,7 +1,7 @@
 """Reads the small files of a model's directory, which a stranger may have written.
 
-A file is read if it is a regular file of a plausible size that lies in the directory; its JSON is one object of finite
-numbers, nested as deep as such files are. Errors name the file and the field.
+A file must be a regular file of a plausible size in the directory; its JSON must be one object of finite numbers, not
+nested too deeply. Errors name the file and the field.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_INDEX = 64 * MIB  # bytes of an index of weights; of the largest known model
 INDEX = "model.safetensors.index.json"
 MAX_DEPTH = 32  # levels of nesting; the largest known have 8
 NO_LIMIT = frozenset({"time_step_limit"})
-"""Fields in which Mamba models write a bare `Infinity`, and mean that there is no limit."""
+"""Fields in which Mamba models write a bare `Infinity` for no limit."""
 
 KINDS = {
     stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
@@ -33,12 +33,13 @@ SETTINGS = (
     "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.json", "hf_quant_config.json",
 )  # fmt: skip
-"""Files of settings that phalanx or its libraries read, where a model has them."""
+"""Files of settings that phalanx or its libraries read, if a model has them."""
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "merges.txt")
 ARGUMENTS = frozenset({"tokenizer_config.json", "special_tokens_map.json"})
 """Settings that transformers passes to a tokenizer's class, which opens a vocabulary that is given as a path."""
 NEVER_OPENED = frozenset({"tokenizer_file", "special_tokens_map_file", "chat_template", "added_tokens_decoder"})
-"""Of those. The first two often have a path on the author's machine; transformers takes the model's own files."""
+"""Those of them that are not checked: the first two often have a path on the author's machine, and transformers takes
+the model's own files."""
 REPLACE = "Download or copy the model again."
 PERMIT = "Give this user the right to read it (`chmod`), and to enter the directories above it."
 LFS = b"version https://git-lfs"
@@ -48,11 +49,11 @@ LFS = b"version https://git-lfs"
 def check_directory(path: Path) -> None:
     """Check that everything in a model's directory that a library may open is a regular file of the directory.
 
-    A link from a downloaded archive could else make a secret of this machine a chat template, and a pipe could stop a
-    start for ever. Links into the blobs of the hub's cache are allowed.
+    Otherwise a link in a downloaded archive could make a secret of this machine a chat template, and a pipe could block
+    a start for ever. Links into the blobs of the hub's cache are allowed.
 
     Raises:
-        ModelUnsupported: names the file and what it is.
+        ModelUnsupported: names the file and its kind.
     """
     root = path.resolve()
     for folder in (root, root / "additional_chat_templates"):
@@ -96,7 +97,7 @@ def check_settings(path: Path) -> None:
     """Check a model's files of settings, and those of its vocabulary, before a library reads them.
 
     Raises:
-        ModelUnsupported: a file of settings is no readable JSON object; names it and the field. Or one of the others
+        ModelUnsupported: a file of settings is not a readable JSON object; names it and the field. Or one of the others
             is not a file, or is too large.
     """
     for name in SETTINGS:
@@ -193,7 +194,7 @@ def read_json(file: Path, limit: int = MAX_CONFIG) -> dict[str, Any]:
     """The object in a JSON file. Python's dialect, as the libraries read it: but numbers are finite.
 
     Raises:
-        FileNotFoundError, ModelUnsupported: as `read_text`, or it is no JSON object, is nested too deeply, or has a
+        FileNotFoundError, ModelUnsupported: as `read_text`, or it is not a JSON object, is nested too deeply, or has a
             number that is not finite; names the field.
     """
     text = read_text(file, limit)

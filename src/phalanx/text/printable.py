@@ -1,7 +1,7 @@
 """Makes text of models, clients and hosts safe to print: it can neither command a terminal nor forge a line of a log.
 
-An escape sequence can rename a window, hide what follows or answer a question of the terminal; an override of the
-writing direction shows other words than are there.
+An escape sequence can rename a window, hide the text after it or answer a query of the terminal; an override of the
+writing direction shows other words than the text has.
 """
 
 from __future__ import annotations

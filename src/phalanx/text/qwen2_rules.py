@@ -1,7 +1,7 @@
-"""Whether a tokenizer.json says exactly what transformers' class for Qwen 2 and 3 builds from its vocabulary.
+"""Checks that a tokenizer.json describes exactly what transformers' class for Qwen 2 and 3 builds from its vocabulary.
 
-That class takes vocabulary, merges and added tokens from the file, and has rules and special tokens of its own. Where
-the file has the same ones, it can be read as it is.
+That class takes vocabulary, merges and added tokens from the file, and has rules and special tokens of its own. If the
+file has the same ones, it can be read as it is.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import msgspec
 CLASSES = frozenset({"Qwen2Tokenizer", "Qwen2TokenizerFast"})
 
 MODELS = frozenset("qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_next qwen3_vl qwen3_vl_moe".split())
-"""Model types for which transformers takes this class where the files name it."""
+"""Model types for which transformers takes this class if the files name it."""
 
 FORCED = "qwen2"
-"""The model type for which it takes this class whatever the files name."""
+"""The model type for which it always takes this class."""
 
 DEFAULTS = {"unk_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
 """Special tokens of settings that name none."""
@@ -40,7 +40,7 @@ class _Model(msgspec.Struct, frozen=True):
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is set but the vocabulary (and merges)."""
+        """Whether only vocabulary and merges are set."""
         affixes = self.continuing_subword_prefix or self.end_of_word_suffix
         switches = self.fuse_unk or self.byte_fallback or self.ignore_merges
         return self.type == "BPE" and not (self.dropout or self.unk_token or affixes or switches)
@@ -63,7 +63,7 @@ def applies(settings: Mapping[str, Any], model_type: str) -> bool:
 
 
 def are_the_files(text: bytes, added: Sequence[tuple[int, str]], settings: Mapping[str, Any]) -> bool:
-    """Whether the class builds what the file says.
+    """Whether the class builds the tokenizer that the file describes.
 
     Args:
         text: of tokenizer.json.
@@ -94,7 +94,7 @@ def _splits_words(rule: Any) -> bool:
 
 
 def _numbered_in_order(added: Sequence[tuple[int, str]], vocab: Mapping[str, int]) -> bool:
-    """Whether added tokens that are not in the vocabulary have the ids behind it, as the class gives them."""
+    """Whether added tokens outside the vocabulary have the ids after it, as in the class."""
     behind = len(vocab)
     for token, name in sorted(added):
         if token != vocab.get(name, behind):

@@ -1,7 +1,7 @@
-"""The parts of a JSON schema, and which of them it is that a compiler refuses.
+"""Walks the parts of a JSON schema, and finds the part that a compiler refuses.
 
-llguidance says what it refuses, as `Unimplemented keys: ["not"]`, but not where. A part of the schema that is refused
-for the same reason when it stands alone is where it is.
+llguidance names its reason, such as `Unimplemented keys: ["not"]`, but not the place. That is the part of the schema
+that alone is refused for the same reason.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_TRIED = 1000  # parts of a schema
 
 def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
     """The schemas directly inside a schema, each with the keys that lead to it; definitions are left out."""
-    if NESTING.isdisjoint(schema):  # most are leaves, of which a body may hold thousands
+    if NESTING.isdisjoint(schema):  # most are leaves, and a body may hold thousands
         return
     for key in ONE:
         if isinstance(schema.get(key), dict):
@@ -40,7 +40,7 @@ def definitions(schema: Mapping[str, Any]) -> Iterator[tuple[list[str], dict[str
 
 
 def reached(schema: Mapping[str, Any]) -> Iterator[tuple[list[str], Mapping[str, Any]]]:
-    """The schema and every part that a compiler comes to from it, once each, with the keys that lead to it.
+    """The schema and every part that a compiler reaches from it, once each, with the keys that lead to it.
 
     A reference may lead to any place, for instance into a group of definitions.
     """
@@ -60,7 +60,7 @@ def reached(schema: Mapping[str, Any]) -> Iterator[tuple[list[str], Mapping[str,
 
 
 def _at(value: Any, path: list[str]) -> Any:
-    """What these keys lead to; None if they lead nowhere."""
+    """The value that these keys lead to; None if they lead nowhere."""
     for key in path:
         if isinstance(value, list) and key.isdecimal() and len(key) < 9 and int(key) < len(value):
             value = value[int(key)]

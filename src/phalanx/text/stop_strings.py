@@ -1,8 +1,8 @@
-"""Searches stop strings in a text that grows token by token. Knows text and token counts, no tokenizer.
+"""Searches stop strings in a text that grows token by token.
 
-The stop string that is complete first ends the text; of several that end with the same character, the longest does. The
-result therefore does not depend on how the text is split into tokens. Text that may begin a stop string is held back
-until the next characters decide.
+The stop string that is complete first ends the text; of several that end with the same character, the longest does. So
+the result does not depend on how the text is split into tokens. Text that may begin a stop string is held back until
+the next characters decide.
 
 All strings are searched at once (Aho and Corasick, "Efficient string matching", 1975): a character costs the same
 however many strings there are and however long they are.
@@ -21,13 +21,13 @@ class StopMatch:
 
     string: str
     n_tokens: int
-    """Output tokens up to the one that completed the string, included. Usage and KV are clipped to it."""
+    """Output tokens up to and including the one that completed the string. Usage and KV are clipped to it."""
 
 
 class StopAutomaton:
     """The stop strings of a request, prepared once for all its choices. Immutable.
 
-    A state is a beginning of some string, the longest one that the text ends with. State 0 is the empty one.
+    A state is the longest prefix of any string that the text ends with. State 0 is the empty prefix.
 
     Args:
         strings: at least one character each.
@@ -35,7 +35,7 @@ class StopAutomaton:
 
     def __init__(self, strings: Iterable[str]) -> None:
         self._next: list[dict[str, int]] = [{}]
-        self._fallback = [0]  # the longest proper ending of a state that is a state too
+        self._fallback = [0]  # the longest proper suffix of a state that is a state too
         self._complete: list[str | None] = [None]  # the longest string that a state ends with
         self.depth = [0]
         """By state: its number of characters."""
@@ -125,7 +125,7 @@ class StopStrings:
         return self._release(len(self._held) - self._automaton.depth[self._state])
 
     def finish(self) -> str:
-        """End the text. Returns what was held back; empty after a match."""
+        """End the text. Returns the text that was held back; empty after a match."""
         return self._release(len(self._held))
 
     def _release(self, end: int, *, keep: bool = True) -> str:

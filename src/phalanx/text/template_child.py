@@ -1,6 +1,6 @@
 """The program of the process that renders chat templates: reads jobs from stdin, a line of JSON each, and answers.
 
-Sets the limits of a job before it reads more of it. Does not know who starts it (`template_process.py`).
+Sets the limits of a job before it reads the rest of it. `template_process.py` starts it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def _answer(line: bytes) -> bytes:
             return msgspec.json.encode(RenderReply(limit=f"its text has {len(text)} characters, more than {output}"))
         return msgspec.json.encode(RenderReply(text=text))
     except FAILURES as error:
-        words = "something is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        words = words[:REASON_CHARS].encode(errors="backslashreplace").decode()
+        reason = "something is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        reason = reason[:REASON_CHARS].encode(errors="backslashreplace").decode()
         line_number = error.lineno if isinstance(error, TemplateSyntaxError) else None
-        return msgspec.json.encode(RenderReply(refused=words or type(error).__name__, broken_line=line_number))
+        return msgspec.json.encode(RenderReply(refused=reason or type(error).__name__, broken_line=line_number))
 
 
 def _render(job: RenderJob) -> str:

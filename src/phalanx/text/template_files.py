@@ -1,8 +1,8 @@
-"""The chat templates of a model's directory, wherever they are, and which one is rendered.
+"""Finds the chat templates of a model's directory, and chooses the one to render.
 
 As in transformers, `chat_template.jinja` takes precedence over tokenizer_config.json, and
 `additional_chat_templates/NAME.jinja` adds templates. Processors of older image models keep theirs in
-chat_template.json, which counts last. Does not render.
+chat_template.json, which counts last.
 """
 
 from __future__ import annotations

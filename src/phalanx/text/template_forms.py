@@ -1,7 +1,7 @@
-"""Which form of `content` a chat template takes, and whether a rendering has every message's text.
+"""Finds the form of `content` that a chat template takes, and messages whose text a rendering lacks.
 
 Templates of text models take a message's content as a text, those of many image models as a list of parts; given the
-other form, they drop the words without an error. Both are found by rendering a word that no template has.
+other form, they drop the words without an error. Rendering a word that no template has shows it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROBES: Mapping[str, list[Message]] = {
 
 
 def roles_in_parts(render: Render) -> tuple[frozenset[str], frozenset[str]]:
-    """The roles whose messages the template takes as lists of parts, and those that it shows in either form."""
+    """The roles whose messages the template takes as lists of parts, and those that it shows in any form."""
     parts, shown = frozenset[str](), frozenset[str]()
     for role, conversation in PROBES.items():
         for form in (parts, parts | {role}):
@@ -41,7 +41,7 @@ def roles_in_parts(render: Render) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def shows_tools(render: Callable[[list[Message], Mapping[str, Any]], str | None]) -> tuple[bool, bool]:
-    """Whether a template shows the tools that it is given, and calls in the history.
+    """Whether a template shows the request's tools, and calls in the history.
 
     Args:
         render: a conversation with these variables, as `Render`.
@@ -59,7 +59,7 @@ def shows_tools(render: Callable[[list[Message], Mapping[str, Any]], str | None]
 
 
 def in_parts(messages: list[Message], roles: Collection[str]) -> list[Message]:
-    """The messages, those of some roles with their content as a list of one part."""
+    """The messages, in which the content of those of some roles is a list of one part."""
     return [
         {**message, "content": [{"type": "text", "text": message["content"]}]}
         if message["role"] in roles and isinstance(message.get("content"), str)
@@ -71,11 +71,11 @@ def in_parts(messages: list[Message], roles: Collection[str]) -> list[Message]:
 def missing_message(messages: list[Message], text: str, render: Render) -> int | None:
     """The index of a message whose text is not in the rendering; None if there is none.
 
-    Templates trim texts, replace words in them and drop earlier reasoning. A text that is not in the rendering as it
-    was sent therefore counts as missing only if another word in its place does not show either.
+    Templates trim texts, replace words in them and drop earlier reasoning. So a text that is not in the rendering as
+    sent counts as missing only if another word in its place does not show either.
 
     Args:
-        messages: those whose content is a text count.
+        messages: only those whose content is a text count.
         text: the rendering.
         render: renders other conversations in the same way.
     """
@@ -91,7 +91,7 @@ def missing_message(messages: list[Message], text: str, render: Render) -> int |
 
 
 def _not_found(messages: list[Message], text: str) -> list[int]:
-    """Indices of messages whose text is not in the rendering behind that of the one before of the same role.
+    """Indices of messages whose text is not in the rendering after that of the previous message of the same role.
 
     A failed search reads the whole rendering. After a few of them the rest counts as not found.
     """

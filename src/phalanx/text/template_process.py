@@ -3,7 +3,7 @@
 A template is a program from the model's repository: jinja2's sandbox keeps it from files, but not from looping, nor
 from one operation that takes a minute or all memory (`10**10**8`, `'x'.center(10**10)`). No list of such operations is
 complete, and none of them can be interrupted inside this process. `limited_process.py` limits a process,
-`template_child.py` is its program. Does not know tokenizers, nor jinja2: ranks import this module.
+`template_child.py` is its program. Imports neither tokenizers nor jinja2, since ranks import this module.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHILD = "phalanx.text.template_child"
 
 
 class RenderLimits(Struct, frozen=True):
-    """What one rendering may take. Bytes grow with those of the messages, so that no honest template meets a limit."""
+    """Limits of one rendering. Bytes grow with those of the messages, so that no honest template reaches a limit."""
 
     seconds: float = 5.0
     """Of processor time. A long conversation with tools takes 0.01."""
@@ -41,15 +41,15 @@ class RenderLimits(Struct, frozen=True):
 
 
 class TemplateLimit(Exception):
-    """A template took more than `RenderLimits` allow; says what."""
+    """A template exceeded one of the `RenderLimits`; says which."""
 
 
 class TemplateRefused(ValueError):
-    """A template failed on these messages; says how."""
+    """A template failed on these messages; says why."""
 
 
 class TemplateBroken(TemplateRefused):
-    """A template is not jinja in one of its lines, whatever the messages."""
+    """A line of a template is not jinja, whatever the messages."""
 
     def __init__(self, why: str, line: int) -> None:
         super().__init__(why)
@@ -57,7 +57,7 @@ class TemplateBroken(TemplateRefused):
 
 
 class Limited(Struct, frozen=True):
-    """What of a job is read before its limits hold."""
+    """The part of a job that is read before its limits hold."""
 
     limits: RenderLimits
 
@@ -83,7 +83,7 @@ class RenderReply(Struct, frozen=True, omit_defaults=True):
 
 
 class TemplateRenderer:
-    """Renders on as many processes as threads render at once. Threads may call all methods concurrently."""
+    """Renders in one process per thread that renders at the time. Threads may call all methods concurrently."""
 
     def __init__(self, limits: RenderLimits | None = None) -> None:
         self._limits = limits or RenderLimits()

@@ -1,7 +1,7 @@
 """Incremental detokenisation: decodes token by token, never half a character; the pieces add up to the whole text.
 
-Where every token is a fixed byte string, `ByteTextStream` decodes the bytes as they arrive. For other tokenizers,
-`WindowStream` decodes the last few tokens again with each new one. Knows decoding functions, no tokenizer class.
+If every token is a fixed byte string, `ByteTextStream` decodes the bytes as they arrive. For other tokenizers,
+`WindowStream` decodes the last few tokens again with each new one.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
-LONGEST_PARTIAL = 3  # bytes of an incomplete UTF-8 character
-LONGEST_WINDOW = 64  # tokens without a certain end; no character and no word's first space is so far back
+MAX_PARTIAL = 3  # bytes of an incomplete UTF-8 character
+MAX_WINDOW = 64  # tokens without a certain end; no character and no word's first space is so far back
 CONTEXT = 8  # tokens of such a window that the next one begins with; more than a character has bytes
 
 
@@ -25,7 +25,7 @@ class TextStream(ABC):
 
     @abstractmethod
     def finish(self) -> str:
-        """End the text. Returns what an incomplete character decodes to, and resets the stream."""
+        """End the text. Returns the decoding of an incomplete character, and resets the stream."""
 
 
 class ByteTextStream(TextStream):
@@ -51,10 +51,10 @@ class ByteTextStream(TextStream):
 class WindowStream(TextStream):
     """For any tokenizer: decodes a window, the tokens of the latest text and those after it. O(window) per token.
 
-    The window begins with tokens whose text was returned before: they are context, so that a decoder that strips the
-    first space of a text does not strip every token's. Up to `LONGEST_PARTIAL` trailing replacement characters are held
-    back, because the next token may complete them. A window of many tokens whose end stays uncertain (a model that
-    writes bytes that are no UTF-8) is cut all the same: else each token would cost as much as all before it.
+    The window begins with tokens whose text was returned before: this context keeps a decoder that strips the first
+    space of a text from stripping every token's. Up to `MAX_PARTIAL` trailing replacement characters are held back,
+    because the next token may complete them. A window of many tokens whose end stays uncertain (the model writes bytes
+    that are not UTF-8) is cut anyway: otherwise each token would cost as much as all before it.
 
     Args:
         decode: token ids -> text, special tokens included.
@@ -77,7 +77,7 @@ class WindowStream(TextStream):
         delta = self._show(_certain(text))
         if delta and not text.endswith(REPLACEMENT):
             self._start_window(self._window[self._context :])
-        elif len(self._window) - self._context >= LONGEST_WINDOW:
+        elif len(self._window) - self._context >= MAX_WINDOW:
             self._start_window(self._window[-CONTEXT:])
         return delta
 
@@ -114,4 +114,4 @@ class WindowStream(TextStream):
 def _certain(text: str) -> str:
     """The text without trailing replacement characters that the next token may complete."""
     uncertain = len(text) - len(text.rstrip(REPLACEMENT))
-    return text[: len(text) - min(LONGEST_PARTIAL, uncertain)]
+    return text[: len(text) - min(MAX_PARTIAL, uncertain)]

@@ -1,7 +1,7 @@
 """The tokenizer of the server process: text to token ids and back, chat templates, the text of single tokens.
 
-Adds to a tokenizer library exact streaming, errors that blame the client's request, and thread safety. Does not know
-files (`tokenizer_files.py`), HTTP or the engine.
+Adds to a tokenizer library exact streaming, errors that blame the client's request, and thread safety.
+`tokenizer_files.py` reads the files.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Tokenizer:
             ModelUnsupported: the directory has no tokenizer, or no library can load it; a file of settings is damaged;
                 or text does not come back from encoding and decoding.
         """
-        with library_errors(lambda words: tokenizer_files.unloadable(path, words)):
+        with library_errors(lambda reason: tokenizer_files.unloadable(path, reason)):
             backend = tokenizer_files.load(path, trust_remote_code=trust_remote_code, chat_template=chat_template)
             eos_ids = tokenizer_files.eos_ids(path, backend)
             if not eos_ids:
@@ -68,7 +68,7 @@ class Tokenizer:
 
     @property
     def added_tokens(self) -> Mapping[str, int]:
-        """The tokens that no other text becomes, special or not: text -> id."""
+        """Text -> id of the added tokens, special or not."""
         return self._backend.added
 
     @cached_property
@@ -89,7 +89,7 @@ class Tokenizer:
         return {**tokens, **self._backend.named, "chat_template": self._chat_template or self._backend.chat_template}
 
     def differs_from(self, other: Tokenizer) -> str:
-        """The first difference between two tokenizers, in words; empty if all ids mean the same."""
+        """The first difference between two tokenizers; empty if all ids mean the same."""
         if self.vocab_size != other.vocab_size:
             return f"it has {other.vocab_size} tokens instead of {self.vocab_size}"
         for token in range(self.vocab_size):
@@ -99,27 +99,27 @@ class Tokenizer:
         return "" if self.encode(RULES) == other.encode(RULES) else f"it cuts {RULES!r} differently"
 
     def fingerprint(self) -> str:
-        """A hash: equal for tokenizers between which `differs_from` finds nothing, with the same ends and template."""
+        """A hash, equal for tokenizers that do not differ (`differs_from`) and have the same ends and template."""
         names = [self._backend.name_of(token) for token in range(self.vocab_size)]
         facts = repr((names, self.encode(RULES), sorted(self.eos_ids), self.describe()))
         return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
     def fewest_tokens(self, text: str) -> int:
-        """A number of tokens that the text certainly has, found without tokenising it."""
+        """A lower bound of a text's tokens, found without tokenising it."""
         longest = self._backend.longest_token
         return 0 if longest is None else -(-len(text.encode()) // longest)
 
     def start_rendering(self) -> None:
-        """Start the process that renders the chat template, and find out what the template takes and shows.
+        """Start the process that renders the chat template, and find which forms the template takes and shows.
 
         Raises:
-            ModelUnsupported: the template is no jinja.
+            ModelUnsupported: the template is not jinja.
         """
         if not self.has_chat_template:
             return
         try:
             _, shown = self._forms
-            _ = self.shows_tools  # renders now, on this thread, what the server asks for on its loop
+            _ = self.shows_tools  # rendered and cached now, on this thread, since the server asks on its event loop
         except TemplateBroken as error:
             why = " ".join(str(error).split()).rstrip(".")
             raise ModelUnsupported(
@@ -127,11 +127,11 @@ class Tokenizer:
                 remedy="Give a template with --chat-template.",
             ) from error
         if "user" not in shown:
-            log.warning("the %s does not show what a user writes; requests may be refused", self._template_name)
+            log.warning("the %s does not show users' messages; requests may be refused", self._template_name)
 
     @cached_property
     def _forms(self) -> tuple[frozenset[str], frozenset[str]]:
-        """See `template_forms.roles_in_parts`. None are known of a template that was ended."""
+        """See `template_forms.roles_in_parts`; empty for a template that exceeded its limits."""
         try:
             return template_forms.roles_in_parts(lambda messages: self._try_to_render(messages, {}))
         except TemplateLimit:
@@ -139,12 +139,12 @@ class Tokenizer:
 
     @property
     def shows_tools(self) -> bool:
-        """Whether the chat template shows the model the tools that it may call."""
+        """Whether the chat template shows a request's tools to the model."""
         return self.has_chat_template and self._shows_tools[0]
 
     @cached_property
     def _shows_tools(self) -> tuple[bool, bool]:
-        """Whether the template shows the tools that the model may call, and calls in the history."""
+        """Whether the template shows a request's tools, and calls in the history."""
         try:
             return template_forms.shows_tools(self._try_to_render)
         except TemplateLimit:
@@ -177,7 +177,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any],
     ) -> str:
-        """A conversation as text, rendered by the chat template. It has all special tokens in it.
+        """A conversation as text, rendered by the chat template, special tokens included.
 
         Args:
             messages: OpenAI's message objects, not empty.
@@ -226,7 +226,7 @@ class Tokenizer:
         return text
 
     def _check_tools(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> None:
-        """Refuse tools and calls that the template would leave out: the model would not know of them.
+        """Refuse tools and calls that the template would leave out, so that the model would not see them.
 
         Raises:
             InvalidRequest: names the field.
@@ -241,7 +241,7 @@ class Tokenizer:
         calling = next((i for i, message in enumerate(messages) if message.get("tool_calls")), None)
         if calling is not None and not self._shows_tools[1]:
             raise InvalidRequest(
-                f"This model cannot go on after calls of tools: the {self._template_name} leaves out those of "
+                f"This model cannot continue after calls of tools: the {self._template_name} leaves out those of "
                 f"messages[{calling}]. Begin a conversation without them, {remedy}.",
                 param=f"messages[{calling}].tool_calls",
             )
@@ -285,7 +285,7 @@ class Tokenizer:
         return self._decode([token for token in ids if token not in hidden])
 
     def stream(self, *, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()) -> TextStream:
-        """A new incremental decoder; its pieces add up to `decode`. Special tokens that are `shown` have their text."""
+        """A new incremental decoder; its pieces add up to `decode`. Special tokens in `shown` appear as text."""
         hidden = self._special - shown if skip_special_tokens else frozenset[int]()
         if self._backend.byte_level:
             return ByteTextStream(lambda token: b"" if token in hidden else self.token_bytes(token))
@@ -320,5 +320,5 @@ class Tokenizer:
         return ids[-1] if ids else 0
 
 
-def _fails(words: str) -> InvalidRequest:
-    return InvalidRequest(f"The model's tokenizer fails on this text: {words}")
+def _fails(reason: str) -> InvalidRequest:
+    return InvalidRequest(f"The model's tokenizer fails on this text: {reason}")

@@ -37,11 +37,11 @@ class Backend(Protocol):
     """Renders the chat template, within limits."""
 
     failures: tuple[type[Exception], ...]
-    """Exceptions that `render` raises where the template, a program of the model's author, fails on the messages."""
+    """Exceptions that `render` raises if the template, a program of the model's author, fails on the messages."""
 
     @property
     def longest_token(self) -> int | None:
-        """The most UTF-8 bytes of a text that one token stands for; None if there is no such limit, or none known."""
+        """Most UTF-8 bytes of a text in one token; None if unlimited or unknown."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. Long work does not hold the interpreter's lock."""
@@ -55,7 +55,7 @@ class Backend(Protocol):
         """A token as the vocabulary spells it; None for an id without a token."""
 
     def template_source(self, chat_template: str | None) -> str:
-        """The source of the template that `render` takes for a conversation with tools; empty without one."""
+        """The source of the template for a conversation with tools; empty without one."""
 
     def render(
         self,

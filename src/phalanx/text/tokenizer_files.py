@@ -1,7 +1,6 @@
-"""A tokenizer's files: which library reads them, whether they are intact, which ids end a sequence.
+"""A tokenizer's files: chooses the library that reads them, checks them, and finds the ids that end a sequence.
 
-A library is imported only when a tokenizer is loaded: a rank imports this module and usually loads none. Does not know
-what tokens are used for (`tokenizer.py`).
+A library is imported only when a tokenizer is loaded: a rank imports this module and usually loads none.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ MAX_EOS_IDS = 256  # every request carries them; known models have 8 at most
 
 
 def load(path: Path, *, trust_remote_code: bool, chat_template: str | None) -> Backend:
-    """The tokenizer of a directory, by the library that reads it as it was meant.
+    """The tokenizer of a directory, by the library that reads it correctly.
 
     Raises:
         ModelUnsupported: as `Tokenizer.load`.
@@ -48,7 +47,7 @@ def load(path: Path, *, trust_remote_code: bool, chat_template: str | None) -> B
         return _checked(path, backend)
     library = _transformers(path)
     try:
-        with library_errors(lambda words: unloadable(path, words)):
+        with library_errors(lambda reason: unloadable(path, reason)):
             return _checked(path, library.load(path, trust_remote_code=trust_remote_code, chat_template=chat_template))
     except ModelUnsupported as error:
         # Conversions name classes whose rules are not those of the file, and settings that transformers refuses.
@@ -62,7 +61,7 @@ def load(path: Path, *, trust_remote_code: bool, chat_template: str | None) -> B
 def eos_ids(path: Path, backend: Backend) -> frozenset[int]:
     """End-of-sequence ids: the tokenizer's, those of generation_config.json, or else all of config.json.
 
-    Where generation_config.json names some, config.json may be out of date: of its ids only special tokens count.
+    If generation_config.json names some, config.json may be out of date: of its ids only special tokens count.
 
     Raises:
         ModelUnsupported: a file names more than MAX_EOS_IDS.
@@ -71,10 +70,10 @@ def eos_ids(path: Path, backend: Backend) -> frozenset[int]:
     return backend.eos_ids | stated | (configured & backend.special if stated else configured)
 
 
-def unloadable(path: Path, words: str) -> ModelUnsupported:
-    """The error for a tokenizer on which its library fails with these words."""
+def unloadable(path: Path, reason: str) -> ModelUnsupported:
+    """The error for a tokenizer on which its library fails with this message."""
     return ModelUnsupported(
-        f"The tokenizer in {path} cannot be loaded: {words}", remedy="Copy the model's tokenizer.json there."
+        f"The tokenizer in {path} cannot be loaded: {reason}", remedy="Copy the model's tokenizer.json there."
     )
 
 

@@ -1,8 +1,8 @@
-"""Refuses a tokenizer whose rules make a long text of a short one.
+"""Refuses a tokenizer whose rules expand a short text into a very long one.
 
 The library `tokenizers` runs these rules in the server. Forty that each double a character, or one that replaces a
-letter by a megabyte, take all memory for one word of a client, or at once for the text that every start encodes. The
-rules of SentencePiece's models are checked after transformers has translated them (`check_rules`).
+letter by a megabyte, use up all memory on one word of a client, or on the text that every start encodes. The rules of
+SentencePiece's models are checked after transformers has translated them (`check_rules`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from phalanx.text.library_errors import library_errors
 from phalanx.text.model_files import MAX_TOKENIZER, REPLACE, read_file
 from phalanx.text.vocabulary import SAMPLE
 
-MAX_TEXT = 256  # characters that a rule puts somewhere; known rules have 3
-MAX_GROWN = 1 << 16  # characters that become of all these texts and of SAMPLE; known rules make no text 10 times longer
+MAX_TEXT = 256  # characters that a rule inserts; known rules have 3
+MAX_GROWN = 1 << 16  # characters after all rules, of all these texts and SAMPLE; known rules expand none tenfold
 MAX_SPECIAL = 256  # special tokens around every text; known are 4
 EMPTY: Mapping[str, Any] = {
     "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
@@ -31,7 +31,7 @@ EMPTY: Mapping[str, Any] = {
 }  # fmt: skip
 
 Apply = Callable[[Any, str], str]
-"""(a tokenizer with one rule, a text) -> what becomes of it."""
+"""(a tokenizer with one rule, a text) -> the text after the rule."""
 TO_TOKENS: Mapping[str, Apply] = {
     "normalizer": lambda tokenizer, text: str(tokenizer.normalizer.normalize_str(text)),
     "pre_tokenizer": lambda tokenizer, text: "".join(
@@ -57,8 +57,8 @@ class TokenizerRules(msgspec.Struct, frozen=True):
 def check_growth(file: Path) -> None:
     """Check the rules of a tokenizer.json, if there is one that can be read.
 
-    Every text that a rule puts somewhere passes through all rules, so that what grows step by step is found, whatever
-    character begins it.
+    Every text that a rule inserts passes through all rules, so that growth in steps is found, whatever character begins
+    it.
 
     Raises:
         ModelUnsupported: names the file and its part.
@@ -66,7 +66,7 @@ def check_growth(file: Path) -> None:
     try:
         rules = msgspec.json.decode(read_file(file, MAX_TOKENIZER), type=TokenizerRules)
     except (FileNotFoundError, ValueError, RecursionError):
-        return  # the library says what is wrong with it
+        return  # the library reports what is wrong with it
     check_rules(file, rules)
 
 
@@ -77,8 +77,8 @@ def rules_of(tokenizer: Tokenizer) -> TokenizerRules:
 
 
 def check_rules(file: Path, rules: TokenizerRules) -> None:
-    """As `check_growth`, of rules that come from a file or directory."""
-    with library_errors(lambda words: _refused(file, "", f"cannot be loaded: {words}")):
+    """As `check_growth`, for the rules of a file or directory."""
+    with library_errors(lambda reason: _refused(file, "", f"cannot be loaded: {reason}")):
         for parts in (TO_TOKENS, TO_TEXT):
             steps = [(part, rule) for part in parts for rule in _steps(getattr(rules, part))]
             texts = [text for _, rule in steps for text in _texts(rule)]
@@ -98,7 +98,7 @@ def _grow(file: Path, parts: Mapping[str, Apply], steps: list[tuple[str, Any]], 
         except ValueError:
             return  # as in `check_growth`: the library reports it
         if len(text) > MAX_GROWN:
-            raise _refused(file, part, "makes a long text of a short one")
+            raise _refused(file, part, "expands a short text into a very long one")
 
 
 def _with_rule(part: str, rule: Any) -> Any:

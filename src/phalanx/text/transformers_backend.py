@@ -24,7 +24,7 @@ from phalanx.text.template_process import TemplateRenderer
 from phalanx.text.tokenizer_backend import Backend
 from phalanx.text.tokenizer_growth import check_rules, rules_of
 
-# Its own handler writes what a model's files say as it is, line ends and escape sequences included.
+# Its own handler writes text of a model's files unescaped, line ends and escape sequences included.
 transformers_logging.disable_default_handler()
 transformers_logging.enable_propagation()
 
@@ -35,8 +35,8 @@ LOAD_ERRORS = (
 )  # fmt: skip
 """Errors of transformers on a directory that it cannot use; the last one is about values in config.json."""
 CODE_FAILURES = (AssertionError, NotImplementedError)
-"""With which code that renders conversations refuses messages, besides those of templates."""
-LONGEST = 300  # characters of an error of transformers, whose texts fill a screen
+"""Exceptions with which rendering code refuses messages, besides those of templates."""
+MAX_ERROR = 300  # characters of an error of transformers, whose texts fill a screen
 
 TEMPLATE_INPUTS = frozenset({"tools", "documents"})
 """Parameters of `apply_chat_template` that a template reads; the others control the rendering."""
@@ -50,7 +50,7 @@ class TransformersBackend(Backend):
         chat_templates: name -> source, of the model's files.
     """
 
-    longest_token = None  # may be any text with a tokenizer's own code
+    longest_token = None  # unknown with a tokenizer's own code
 
     def __init__(self, wrapper: Any, chat_templates: Mapping[str, str]) -> None:
         _drop_limits(wrapper)
@@ -110,7 +110,7 @@ class TransformersBackend(Backend):
                 continue_final_message=continue_final_message,
                 variables={**self.hf.special_tokens_map, "enable_thinking": self._wrapper.has_thinking, **variables},
             )
-        # Code of mlx-lm or transformers, or of the model's repository, which the user trusts, and no template.
+        # Not a template, but code of mlx-lm, of transformers, or of the model's repository, which the user trusts.
         chosen = {} if chat_template is None else {"chat_template": chat_template}
         text: str = self._wrapper.apply_chat_template(
             messages,
@@ -142,7 +142,7 @@ def load(path: Path, *, trust_remote_code: bool, chat_template: str | None) -> T
             check_rules(path, rules_of(wrapper._tokenizer.backend_tokenizer))
         return TransformersBackend(wrapper, chat_templates)
     except LOAD_ERRORS as error:
-        why = " ".join(str(error).split())[:LONGEST]
+        why = " ".join(str(error).split())[:MAX_ERROR]
         has_code = not trust_remote_code and any(path.glob("*.py"))
         raise ModelUnsupported(
             f"The tokenizer in {path} cannot be loaded: {type(error).__name__}: {why}",
@@ -190,7 +190,7 @@ def _plain_decoder(hf: Any) -> Any:
 
 
 def _is_byte_level(hf: Any) -> bool:
-    """Whether a fast tokenizer's decoder takes every token as a fixed byte string, as GPT-2's."""
+    """Whether a fast tokenizer's decoder takes every token as a fixed byte string, as GPT-2's does."""
     backend = getattr(hf, "backend_tokenizer", None)
     return backend is not None and hasattr(backend, "to_str") and decodes_bytes(backend)
 

@@ -1,7 +1,7 @@
 """How a vocabulary spells text: as bytes in GPT-2's alphabet, or as words with marks for spaces.
 
-The vocabulary decides how tokens are read back: files and classes also name a decoder, which some conversions have
-written wrongly, so that answers are full of marks. Imports no library.
+The vocabulary decides how tokens are decoded: files and classes also name a decoder, but some conversions have written
+it wrongly, so that answers are full of marks. Imports no library.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SPACE = "\u2581"
 
 SAMPLE = "Hello, world! naïve café – 你好 Привет 😀 x = 1\n\nThe end."
 MARKS = ("Ġ", "Ċ", SPACE, "<0x")
-"""What a wrong decoder shows instead of spaces, line ends and bytes."""
+"""Characters that a wrong decoder shows instead of spaces, line ends and bytes."""
 
 
 @lru_cache(maxsize=1)
@@ -47,7 +47,7 @@ def is_byte_level(token_to_id: Callable[[str], int | None]) -> bool:
 
 
 def damage(encode: Callable[[str], list[int]], decode: Callable[[list[int]], str], *, complete: bool) -> str | None:
-    """What becomes of a sample of text that is encoded and decoded; None if it comes back.
+    """A sample of text after encoding and decoding; None if it is unchanged.
 
     Args:
         complete: the vocabulary can spell every text. Others may lose characters, but not all, and show no marks.
@@ -58,6 +58,6 @@ def damage(encode: Callable[[str], list[int]], decode: Callable[[list[int]], str
 
 
 def _plain(text: str) -> list[str]:
-    """The words of a text, without what normalisers of vocabularies change: case and accents."""
+    """The words of a text without case and accents, which normalisers of vocabularies change."""
     letters = (letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
     return "".join(letters).casefold().split()

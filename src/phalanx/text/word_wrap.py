@@ -1,6 +1,6 @@
-"""Breaks texts into lines of whole words that a terminal has room for, also while a text comes.
+"""Breaks texts into lines of whole words that fit a terminal, also while a text comes.
 
-By itself a terminal cuts a word at its right edge. Blocks of code stay as they are. Does not print.
+By itself a terminal cuts a word at its right edge. Blocks of code stay unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_BEGIN = 80  # characters of a line in which a fence is looked for
 
 
 def cell_len(text: str) -> int:
-    """Columns that a text takes. Without rich, which has a table of its own: ranks import this module as well."""
+    """Columns that a text takes. Without rich, which has a table of its own, since ranks import this module as well."""
     if text.isascii():
         return len(text)
     shown = [char for char in text if unicodedata.category(char) not in ("Mn", "Me", "Cf")]
@@ -27,28 +27,28 @@ def cell_len(text: str) -> int:
 
 
 class WordWrap:
-    """Breaks one text. Where the file is no terminal, the text stays as it is.
+    """Breaks one text. If the file is not a terminal, the text stays unchanged.
 
     Args:
-        file: a terminal; its width is asked for at every word, since windows change.
-        indent: what broken lines go on with.
+        file: a terminal, whose width is asked for at every word, since windows change.
+        indent: begins continued lines.
     """
 
     def __init__(self, file: TextIO, indent: str = "") -> None:
         self._file = file
         self._indent = indent
-        self._begin = ""  # of the line, as the text has it
-        self._column = 0  # where the terminal stands
-        self._blanks = self._word = ""  # not handed out: more of the word may come
+        self._begin = ""  # of the line, in the text
+        self._column = 0  # of the terminal's cursor
+        self._blanks = self._word = ""  # held back: more of the word may come
         self._may_break = False  # before the word
         self._is_code = False
 
     def add(self, text: str) -> str:
-        """What can be shown after a further part of the text."""
+        """The text that can be shown after a further part."""
         return "".join(map(self._add, PARTS.findall(self._as_shown(text))))
 
     def end(self) -> str:
-        """What is left."""
+        """The rest of the text."""
         return self._place(columns_of(self._file))
 
     def _add(self, part: str) -> str:
@@ -88,19 +88,19 @@ class WordWrap:
         return shown
 
     def _as_shown(self, text: str) -> str:
-        """With escapes for what the terminal has no characters for: they are wider."""
+        """With escapes for characters that the terminal lacks, since they are wider."""
         encoding = self._file.encoding or "utf-8"
         return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def fitted(text: str, file: TextIO) -> str:
-    """A whole text; broken lines go on indented, so that they cannot pass for entries of a log."""
+    """A whole text, with continued lines indented, so that they cannot pass for entries of a log."""
     wrap = WordWrap(file, indent="  ")
     return wrap.add(text) + wrap.end()
 
 
 def columns_of(file: TextIO) -> int:
-    """Of the terminal; 0 if the file is none, or it does not say."""
+    """Width of the terminal; 0 if the file is not one, or the width is unknown."""
     try:
         return os.get_terminal_size(file.fileno()).columns
     except (OSError, ValueError):

@@ -59,10 +59,10 @@ def test_what_began_before_it_opened_decides_nothing():
         breaker.fail(breaker.begin(), 0.0)
     trial = _trial(breaker, 10.0)
     breaker.succeed(old[0])
-    breaker.abandon(old[1])
+    breaker.cancel(old[1])
     breaker.fail(old[2], 10.0)
     assert not breaker.allows(10.0) and not breaker.is_closed
-    breaker.abandon(trial)
+    breaker.cancel(trial)
     assert breaker.allows(10.0)
 
 
@@ -102,7 +102,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.under_way.append(self.breaker.begin())
 
     @precondition(lambda self: self.under_way)
-    @rule(data=st.data(), how=st.sampled_from(["succeed", "fail", "abandon"]))
+    @rule(data=st.data(), how=st.sampled_from(["succeed", "fail", "cancel"]))
     def end(self, data: st.DataObject, how: str) -> None:
         trial = self.under_way.pop(data.draw(st.integers(0, len(self.under_way) - 1)))
         was_open = not self.breaker.is_closed

@@ -149,7 +149,7 @@ def test_a_full_replica_gets_no_trial():
         found.arrive(ask(), 1.0)
     waiting = ask()
     assert found.arrive(waiting, 5.0) is None and list(found.decided(5.0)) == []
-    found.end(grants[0], "abandoned", 6.0)
+    found.end(grants[0], "cancelled", 6.0)
     ((who, grant),) = found.decided(6.0)
     assert who is waiting and grant.trial
 
@@ -361,7 +361,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.settle()
 
     @precondition(lambda self: self.granted)
-    @rule(data=st.data(), verdict=st.sampled_from(["answered", "failed", "abandoned"]))
+    @rule(data=st.data(), verdict=st.sampled_from(["answered", "failed", "cancelled"]))
     def end(self, data: st.DataObject, verdict: str) -> None:
         grant = self.granted.pop(data.draw(st.integers(0, len(self.granted) - 1)))
         before = grant.replica.is_suspect, grant.replica.breaker.is_closed

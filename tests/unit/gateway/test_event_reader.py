@@ -357,7 +357,7 @@ def test_what_its_record_has_not_followed_is_not_the_clients(dialect):
     [
         (b"{", "a record of its stream cannot be read"),
         (b'{"choices":[{"index":"0"}]}', "a record of its stream cannot be read"),
-        (b'{"choices":[{"index":0,"tokens":[-1]}]}', "no token's"),
+        (b'{"choices":[{"index":0,"tokens":[-1]}]}', "not token ids"),
         (b'{"x":' + b"[" * 100_000 + b"}", "a record of its stream cannot be read"),
         (b'{"failed":"\xff"}', "a record of its stream cannot be read"),
         (b'{"failed":"The engine is gone."}', "The engine is gone"),

@@ -14,7 +14,7 @@ from phalanx.gateway.dispatch.breaker import BreakerRules
 from phalanx.gateway.dispatch.replica import Replica
 from phalanx.gateway.dispatch.replica_health import Check, HealthRules
 from phalanx.gateway.dispatch.replica_models import cards_in, merged, merged_tags, model_meant, names_in, tags_in
-from phalanx.gateway.dispatch.retries import CLIENTS, MOST, PER_SECOND, RetryBudget, RetryBudgets, pause
+from phalanx.gateway.dispatch.retries import CLIENTS, MAX_RETRIES, PER_SECOND, RetryBudget, RetryBudgets, pause
 from phalanx.gateway.relay.body_peek import peek, tokens_of, usage_in, with_model
 from phalanx.gateway.settings.gateway_settings import GatewayConfig
 from phalanx.gateway.settings.key_limits import KeyLimits, KeyMeter, KeyUse
@@ -163,7 +163,7 @@ def test_no_key_gets_more_than_its_rate(steps):
 
 def test_the_budget_is_a_share_of_requests_and_some_a_second():
     budget = RetryBudget(0.2)
-    assert sum(budget.take(0.0) for _ in range(1000)) == MOST
+    assert sum(budget.take(0.0) for _ in range(1000)) == MAX_RETRIES
     for _ in range(50):
         budget.note_request()
     assert sum(budget.take(0.0) for _ in range(1000)) == pytest.approx(10, abs=1)  # floats: 50 times 0.2

@@ -92,7 +92,7 @@ def test_a_prompt_is_kept_while_there_is_room_beside_the_tokens():
 @pytest.mark.parametrize(
     ("record", "why"),
     [
-        (StreamRecord(start=replace(START, prompt=[-1])), "no token's"),
+        (StreamRecord(start=replace(START, prompt=[-1])), "not token ids"),
         (StreamRecord(choices=[RecordedChoice(index=-1)]), "choice -1"),
         (
             StreamRecord(choices=[RecordedChoice(index=0, tokens=[5]), RecordedChoice(index=0, tokens=[6])]),
@@ -100,12 +100,12 @@ def test_a_prompt_is_kept_while_there_is_room_beside_the_tokens():
         ),
         (
             StreamRecord(choices=[RecordedChoice(index=0, tokens=[5]), RecordedChoice(index=1, tokens=[-1])]),
-            "no token's",
+            "not token ids",
         ),
-        (StreamRecord(choices=[RecordedChoice(index=0, tokens=[2**32])]), "no token's"),
+        (StreamRecord(choices=[RecordedChoice(index=0, tokens=[2**32])]), "not token ids"),
         (
             StreamRecord(choices=[RecordedChoice(index=0, tokens=[5]), RecordedChoice(index=2, tokens=[5])]),
-            "choice 2, which is over",
+            "choice 2, which has ended",
         ),
     ],
 )
@@ -121,7 +121,7 @@ def test_a_record_that_cannot_be_true_is_refused_whole(record, why):
 
 def test_without_its_beginning_nothing_is_kept():
     found = transcript()
-    with pytest.raises(MalformedAnswer, match="how the answer begins"):
+    with pytest.raises(MalformedAnswer, match="has no start"):
         found.note(StreamRecord(choices=[RecordedChoice(index=0, tokens=[1])]))
     assert not found.is_kept and found.determinism_key == ""
 

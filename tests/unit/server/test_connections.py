@@ -21,7 +21,7 @@ from phalanx.http.connection import HttpConnection
 from phalanx.http.connection_table import (
     RESERVE,
     ConnectionLimits,
-    ConnectionPlace,
+    ConnectionSlot,
     ConnectionTable,
     Deadlines,
     TransferProgress,
@@ -43,11 +43,11 @@ class Book:
         self.table = ConnectionTable(ConnectionLimits(total, per_address))
         self.closed: list[str] = []
 
-    def admit(self, name: str, address: str = "10.0.0.1", *, busy: bool = False) -> ConnectionPlace | None:
-        place = self.table.admit(address, lambda: self.closed.append(name))
-        if place is not None and busy:
-            self.table.mark_busy(place)
-        return place
+    def admit(self, name: str, address: str = "10.0.0.1", *, busy: bool = False) -> ConnectionSlot | None:
+        slot = self.table.admit(address, lambda: self.closed.append(name))
+        if slot is not None and busy:
+            self.table.mark_busy(slot)
+        return slot
 
 
 def test_at_the_limit_a_new_connection_displaces_the_one_that_has_waited_longest():
@@ -67,14 +67,14 @@ def test_busy_connections_are_not_displaced_and_the_reserve_is_beyond_the_limit(
     for name in "ab":
         book.admit(name, busy=True)
     reserve = [book.admit(f"r{i}") for i in range(RESERVE)]
-    assert all(place is not None and place.reserved for place in reserve)
+    assert all(slot is not None and slot.reserved for slot in reserve)
     assert book.admit("one more").reserved and book.closed == ["r0"]  # it waited for a request, the longest of all
-    for place in reserve:
-        if "r0" not in book.closed or place is not reserve[0]:
-            book.table.mark_busy(place)
+    for slot in reserve:
+        if "r0" not in book.closed or slot is not reserve[0]:
+            book.table.mark_busy(slot)
     book.admit("last waits")
     assert book.admit("takes its place", busy=True).reserved
-    assert book.admit("no place at all") is None
+    assert book.admit("no slot at all") is None
     assert (book.table.refused, book.table.held) == (1, 2)
 
 
@@ -99,24 +99,24 @@ def test_a_host_is_not_counted_with_a_stranger_of_its_network():
     assert book.closed == [f"stranger {i}" for i in range(5)]
 
 
-def test_a_place_is_given_back_once():
+def test_a_slot_is_given_back_once():
     book = Book(2, 2)
-    place, other = book.admit("a"), book.admit("b")
+    slot, other = book.admit("a"), book.admit("b")
     for _ in range(3):
-        book.table.remove(place)
+        book.table.remove(slot)
     assert book.table.held == 1
     book.table.remove(other)
     assert book.table.held == 0
     assert book.admit("c") and book.admit("d") and not book.closed
 
 
-def test_a_place_that_made_way_before_its_connection_was_made_is_given_back_once():
-    """Else an address with one place had two at a time."""
+def test_a_slot_that_made_way_before_its_connection_was_made_is_given_back_once():
+    """Else an address with one slot had two at a time."""
     book = Book(1, 1)
-    place = book.admit("a")
+    slot = book.admit("a")
     assert book.admit("b") and book.closed == ["a"]
-    place.close = lambda: None  # by the connection, which is made all the same
-    book.table.remove(place)
+    slot.close = lambda: None  # by the connection, which is made all the same
+    book.table.remove(slot)
     assert book.table.held == 1
 
 
@@ -150,7 +150,7 @@ def test_a_clients_whole_network_counts_as_one_address():
     async def connect() -> None:
         with socket.create_server(("::1", 0), family=socket.AF_INET6) as listener:
             listener.setblocking(False)
-            acceptor = Acceptor(listener, Full(ConnectionLimits(1, 1)), lambda place: None, deadlines=Deadlines())
+            acceptor = Acceptor(listener, Full(ConnectionLimits(1, 1)), lambda slot: None, deadlines=Deadlines())
             acceptor.start()
             reader, writer = await asyncio.open_connection(*listener.getsockname()[:2])
             assert await reader.read() == b""  # it was closed, so it was counted

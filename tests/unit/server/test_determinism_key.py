@@ -27,7 +27,7 @@ MINE = determinism_key_of(CONFIG, SERVED, "t")(FAKE_INFO)
 
 def test_what_does_not_count():
     """Names, limits, keys and what another start takes."""
-    served = replace(SERVED, names=("b",), max_n=3, shapes=OutputFormats())
+    served = replace(SERVED, names=("b",), max_n=3, formats=OutputFormats())
     config = replace(CONFIG, queue=3, admin_key="k", engine=replace(CONFIG.engine, max_num_seqs=2))
     assert determinism_key_of(config, served, "t")(replace(FAKE_INFO, load_s=3.0, kv_budget_bytes=5)) == MINE
 

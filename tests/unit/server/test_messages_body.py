@@ -23,7 +23,7 @@ SERVED = ApiModel(
     defaults=GenerationDefaults(temperature=0.7),
     eos_ids=frozenset({0}),
     template_kwargs={},
-    shapes=by_name(OutputFormats(), "hermes", "qwen3"),
+    formats=by_name(OutputFormats(), "hermes", "qwen3"),
 )
 USER = {"role": "user", "content": "hi"}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}

@@ -27,9 +27,9 @@ SERVED = ApiModel(
     defaults=GenerationDefaults(temperature=0.7),
     eos_ids=frozenset({0}),
     template_kwargs={"fixed": 1},
-    shapes=by_name(OutputFormats(), "hermes", "qwen3"),
+    formats=by_name(OutputFormats(), "hermes", "qwen3"),
 )
-PLAIN = replace(SERVED, shapes=OutputFormats())
+PLAIN = replace(SERVED, formats=OutputFormats())
 USER = {"role": "user", "content": "hi"}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Ask.", "parameters": SCHEMA}}

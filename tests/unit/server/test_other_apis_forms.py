@@ -30,7 +30,7 @@ SERVED = ApiModel(
     defaults=GenerationDefaults(),
     eos_ids=frozenset({0}),
     template_kwargs={"enable_thinking": "server's"},
-    shapes=by_name(OutputFormats(), "hermes", "qwen3"),
+    formats=by_name(OutputFormats(), "hermes", "qwen3"),
 )
 USER = {"role": "user", "content": "hi"}
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}

@@ -25,7 +25,7 @@ SERVED = ApiModel(
     defaults=GenerationDefaults(temperature=0.6, top_k=20),
     eos_ids=frozenset({0}),
     template_kwargs={"enable_thinking": True},
-    shapes=by_name(OutputFormats(), "hermes", "none"),
+    formats=by_name(OutputFormats(), "hermes", "none"),
 )
 HEAD = ResponseHead(id="resp_0", created=0, model="tiny", logprobs=False)
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}

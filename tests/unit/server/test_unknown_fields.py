@@ -31,7 +31,7 @@ SERVED = ApiModel(
     defaults=GenerationDefaults(),
     eos_ids=frozenset({0}),
     template_kwargs={},
-    shapes=by_name(OutputFormats(), "hermes", "qwen3"),
+    formats=by_name(OutputFormats(), "hermes", "qwen3"),
 )
 VS_CODE = {
     "copilot_cache_control": {"type": "ephemeral"},

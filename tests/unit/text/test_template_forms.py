@@ -198,7 +198,7 @@ def test_a_template_that_shows_nothing_is_said_so_once(tmp_path: Path, caplog: p
     tokenizer = Tokenizer.load(byte_level(tmp_path, chat_template="{{ bos_token + '' }}"))
     with caplog.at_level(logging.WARNING, "phalanx"):
         tokenizer.start_rendering()
-    assert "own chat template does not show what a user writes" in caplog.text
+    assert "own chat template does not show users' messages" in caplog.text
     with pytest.raises(InvalidRequest, match=r"messages\[0\]"):
         tokenizer.render_chat(TALK[1:2], template_kwargs={})
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from phalanx.text.text_stream import CONTEXT, LONGEST_WINDOW, REPLACEMENT, WindowStream
+from phalanx.text.text_stream import CONTEXT, MAX_WINDOW, REPLACEMENT, WindowStream
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -30,11 +30,11 @@ def test_tokens_without_a_certain_end_cost_no_more_than_a_window(token, piece):
     stream = WindowStream(counted, frozenset())
     text = "".join(stream.add(token) for _ in range(1000)) + stream.finish()
     assert text == piece * 1000
-    assert longest <= LONGEST_WINDOW + CONTEXT + 1
+    assert longest <= MAX_WINDOW + CONTEXT + 1
 
 
 def test_characters_after_such_a_cut_are_whole():
-    ids = [0xFF] * (LONGEST_WINDOW + 3)
+    ids = [0xFF] * (MAX_WINDOW + 3)
     stream = WindowStream(decode, frozenset())
     text = "".join(stream.add(token) for token in [*ids, *"é".encode()])
     assert text + stream.finish() == decode([*ids, *"é".encode()])

@@ -56,18 +56,18 @@ BOMBS: dict[str, tuple[Rule, str]] = {
         sequence("normalizer", {"type": "Prepend", "prepend": "x" * 10**6}), "puts 1000000 characters"
     ),
     "doubled forty times": (
-        sequence("normalizer", *[replace("\u2603", "\u2603\u2603")] * 40), "normalizer makes a long text"
+        sequence("normalizer", *[replace("\u2603", "\u2603\u2603")] * 40), "normalizer expands a short text"
     ),
     "one after another": (
         sequence("normalizer", replace("a", "b" * 99), replace("b", "cd" * 99), replace(".", "x" * 99, "Regex")),
-        "normalizer makes a long text",
+        "normalizer expands a short text",
     ),
     "sequences in sequences": (
-        sequence("normalizer", *[sequence("normalizer", replace("e", "ee"))["normalizer"]] * 40), "normalizer makes"
+        sequence("normalizer", *[sequence("normalizer", replace("e", "ee"))["normalizer"]] * 40), "normalizer expands"
     ),
-    "bytes of bytes": (sequence("normalizer", *[{"type": "ByteLevel"}] * 40), "normalizer makes a long text"),
-    "bytes of bytes in words": (sequence("pre_tokenizer", *[BYTES] * 40), "pre_tokenizer makes a long text"),
-    "decoded": (sequence("decoder", *[replace("\u2603", "\u2603\u2603")] * 40), "decoder makes a long text"),
+    "bytes of bytes": (sequence("normalizer", *[{"type": "ByteLevel"}] * 40), "normalizer expands a short text"),
+    "bytes of bytes in words": (sequence("pre_tokenizer", *[BYTES] * 40), "pre_tokenizer expands a short text"),
+    "decoded": (sequence("decoder", *[replace("\u2603", "\u2603\u2603")] * 40), "decoder expands a short text"),
     "decoded at once": (sequence("decoder", replace("\u2603", "x" * 10**6)), "puts 1000000 characters"),
     "of SentencePiece": ({"normalizer": charsmap("x" * 1000)}, "puts 1000 characters"),
     "many special tokens": (special(10**4, 1), "post_processor adds 10000 tokens"),

@@ -1,1 +1,1 @@
-"""Which replica gets which request, and when: health, circuits, policies, a fair queue."""
+"""Decides which replica gets which request, and when: health, circuit breakers, policies, a fair queue."""

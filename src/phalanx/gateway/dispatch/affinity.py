@@ -1,7 +1,7 @@
-"""How a request's conversation is recognised: by the session that its client names, or by how its prompt begins.
+"""Recognises a request's conversation: by the session that its client names, or by its prompt's prefix.
 
 A conversation's next request repeats the bytes of the one before, up to the end of its list of messages. So the prompt
-is cut into blocks of bytes as the client wrote them, and each block is named by a hash of itself and all before it.
+is cut into blocks of the client's bytes, and each block is identified by a hash of itself and all before it.
 """
 
 from __future__ import annotations
@@ -10,20 +10,19 @@ from collections.abc import Mapping, Sequence
 
 from phalanx.gateway.dispatch.dispatch_request import Affinity
 
-BLOCK_BYTES = 256  # some 60 tokens: less than the system prompts that conversations have in common
-MAX_BLOCKS = 1024  # 256 KiB: what comes later in a prompt decides nothing
+BLOCK_BYTES = 256  # some 60 tokens: less than the system prompts that conversations share
+MAX_BLOCKS = 1024  # 256 KiB; the rest of a prompt is ignored
 SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id")
-SESSION_CHARS = 256  # of a session's name, of which `policies.py` keeps 50,000
+SESSION_CHARS = 256  # of a session's name; `policies.py` keeps 50,000
 
 
 def affinity_of(
     owner: str, headers: Mapping[str, str], cache_key: str | None, model: str | None, prompt: Sequence[bytes]
 ) -> Affinity:
-    """The affinity of a request. Two owners have no conversation in common, whatever they say: a server shares nothing
-    of its cache between them.
+    """The affinity of a request. Owners never share a conversation, since servers share no cache between owners.
 
     Args:
-        owner: whose API key it has; "" is everybody's.
+        owner: of its API key; "" without keys.
         headers: their names in any case (a multidict).
         cache_key: the field `prompt_cache_key`.
         prompt: its parts in the order in which a template puts them: tools, system, messages; as JSON.
@@ -34,7 +33,7 @@ def affinity_of(
 
 
 def _blocks(owner: str, model: str, text: bytes) -> list[int]:
-    """The names of whole blocks. Python's hash of bytes is SipHash with a key of this process's own."""
+    """The hashes of whole blocks. Python's hash of bytes is SipHash with a random key per process."""
     found = []
     name = hash((owner, model))
     for at in range(0, min(len(text), BLOCK_BYTES * MAX_BLOCKS) - BLOCK_BYTES + 1, BLOCK_BYTES):

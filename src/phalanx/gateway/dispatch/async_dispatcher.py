@@ -10,21 +10,21 @@ from phalanx.gateway.dispatch.dispatch_request import DispatchRequest
 from phalanx.gateway.dispatch.dispatcher import Dispatcher, Grant
 from phalanx.gateway.dispatch.replica import Replica
 
-TICK_S = 0.1  # between two looks for requests that have waited too long, and for circuits whose time is over
+TICK_S = 0.1  # between checks for overdue requests and for circuits that may half-open
 
 
 class AsyncDispatcher:
-    """See the module's docstring. `settle` must be called after a replica was changed, or a place given back.
+    """See the module's docstring. Call `settle` after a replica has changed or a grant has ended.
 
     Args:
-        core: decides. Its replicas may be read and changed directly.
+        core: makes the decisions. Its replicas may be read and changed directly.
         clock: monotonic seconds.
     """
 
     def __init__(self, core: Dispatcher, clock: Callable[[], float]) -> None:
         self.core = core
         self.clock = clock
-        self._changed = asyncio.Event()  # something, since `until_idle` began to wait
+        self._changed = asyncio.Event()  # `settle` was called since `until_idle` began to wait
         self._waiting: dict[DispatchRequest, asyncio.Future[Grant]] = {}
 
     async def place(self, request: DispatchRequest) -> Grant:
@@ -43,7 +43,7 @@ class AsyncDispatcher:
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
-                self.core.end(future.result(), "abandoned", self.clock())
+                self.core.end(future.result(), "cancelled", self.clock())
                 self.settle()
             self.core.withdraw(request)
             raise
@@ -51,7 +51,7 @@ class AsyncDispatcher:
             del self._waiting[request]
 
     async def until_idle(self, replica: Replica, limit_s: float) -> bool:
-        """Wait for the last request of a replica to end, so long at most. Returns whether it has none."""
+        """Wait until a replica has no requests, or the limit is over. Returns whether it has none."""
         try:
             async with asyncio.timeout(limit_s):
                 while replica.in_flight:
@@ -62,27 +62,27 @@ class AsyncDispatcher:
         return True
 
     def fail_all(self, error: PhalanxError) -> None:
-        """Let no request wait any longer."""
+        """End every waiting request with this error."""
         for request, future in self._waiting.items():
             self.core.withdraw(request)
             if not future.done():
                 future.set_exception(error)
 
     def settle(self) -> None:
-        """Tell waiting requests what was decided."""
+        """Deliver the dispatcher's decisions to waiting requests."""
         self._changed.set()
         for request, decision in self.core.decided(self.clock()):
             future = self._waiting[request]
             if isinstance(decision, Grant):
                 if future.done():  # its client has just left
-                    self.core.end(decision, "abandoned", self.clock())
+                    self.core.end(decision, "cancelled", self.clock())
                 else:
                     future.set_result(decision)
             elif not future.done():
                 future.set_exception(decision)
 
     async def tick(self) -> None:
-        """Settle now and then. Runs until cancelled."""
+        """Settle periodically. Runs until cancelled."""
         while True:
             await asyncio.sleep(TICK_S)
             if self._waiting:

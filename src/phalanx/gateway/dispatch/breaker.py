@@ -3,8 +3,7 @@
     closed --(failures in a row)--> open --(time)--> half-open --(successes)--> closed
                                      ^---(one failure)--'
 
-The caller decides what a failure is: what a request may have caused itself is none, and a client that left says
-nothing.
+The caller decides what counts as a failure: not what the request may have caused itself, nor a client that left.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Breaker:
         self._failed_at: list[float] = []  # failures since the last success, within the window
         self._open_until: float | None = None
         self._successes = 0  # since the circuit is half-open
-        self._on_trial = False  # a request is under way since then
+        self._on_trial = False  # a trial request is under way
 
     def allows(self, now: float) -> bool:
         """Whether a request may begin. Changes nothing."""
@@ -37,11 +36,11 @@ class Breaker:
 
     @property
     def is_closed(self) -> bool:
-        """The replica is not in doubt."""
+        """Requests pass as usual."""
         return self._open_until is None
 
     def reason(self, now: float) -> str:
-        """Why no request may begin, in words."""
+        """Why no request may begin; empty if one may."""
         if self._open_until is None or self.allows(now):
             return ""
         left = self._open_until - now
@@ -49,7 +48,7 @@ class Breaker:
         return f"failed {self._rules.failures} requests in a row and gets none {wait}"
 
     def begin(self) -> bool:
-        """A request begins; `allows` said so. Returns whether it is a trial, which its report has to say."""
+        """A request begins; `allows` must hold. Returns whether it is a trial, for its report."""
         self._on_trial = self._open_until is not None
         return self._on_trial
 
@@ -65,8 +64,8 @@ class Breaker:
                 self._successes = 0
 
     def fail(self, trial: bool, now: float) -> None:
-        """A request was failed by the replica; its cause may become known only after it was reported as abandoned. What
-        began before the circuit opened says nothing new.
+        """The replica failed a request, which may have been reported as cancelled before. Once the circuit is open,
+        only trials count.
         """
         if self._open_until is None:
             self._failed_at = [at for at in self._failed_at if now - at <= self._rules.window_s] + [now]
@@ -77,14 +76,14 @@ class Breaker:
             self._open(now)
 
     def reset(self) -> None:
-        """The replica has begun anew: closed, and nothing counts."""
+        """The replica has restarted: close the circuit and forget its failures."""
         self._open_until = None
         self._failed_at.clear()
         self._successes = 0
         self._on_trial = False
 
-    def abandon(self, trial: bool) -> None:
-        """A request ended without a verdict."""
+    def cancel(self, trial: bool) -> None:
+        """A request ended without showing whether the replica works."""
         if trial:
             self._on_trial = False
 

@@ -6,11 +6,11 @@ from msgspec import Struct
 
 
 class Affinity(Struct, frozen=True):
-    """What the requests of one conversation have in common.
+    """Identifies the requests of one conversation.
 
     Args:
         session: the name that the client gives it; "" if it gives none.
-        blocks: of the prompt, from its beginning: each number stands for a block and all before it.
+        blocks: hashes of the prompt's blocks from its beginning, each of a block and all before it.
     """
 
     session: str = ""
@@ -18,7 +18,7 @@ class Affinity(Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """One name for the whole conversation: the session, or else how its prompt begins."""
+        """One name for the conversation: the session, or else the hash of the prompt's first block."""
         return self.session or (str(self.blocks[0]) if self.blocks else "")
 
 
@@ -26,10 +26,10 @@ class DispatchRequest:
     """A request that wants a replica. Compared by identity.
 
     Args:
-        owner: whose API key it has; "" is everybody's.
+        owner: of its API key; "" without keys.
         model: that a replica must serve; None is any.
-        give_up_at: when it has waited too long; monotonic seconds.
-        rows: answers that a replica computes for it, which each count as a request there.
+        give_up_at: latest time to be granted a replica; monotonic seconds.
+        rows: answers that it asks for; each counts as a request on the replica.
     """
 
     __slots__ = ("affinity", "determinism_key", "give_up_at", "model", "owner", "refused", "rows", "tried")
@@ -43,10 +43,10 @@ class DispatchRequest:
         self.affinity = affinity
         self.rows = rows
         self.tried: set[str] = set()  # replicas that have failed it
-        self.refused: set[str] = set()  # those that cannot continue its stream
+        self.refused: set[str] = set()  # replicas that cannot continue its stream
         self.determinism_key: str | None = None  # of the server that began its stream; None: it has not begun
 
     @property
     def is_begun(self) -> bool:
-        """Its client has a part of the answer already: it needs a replica that can continue it."""
+        """Its client has a part of the answer, so it needs a replica that can continue the stream."""
         return self.determinism_key is not None

@@ -1,17 +1,17 @@
-"""Which request goes to which replica, and when: all of dispatch, as plain calls.
+"""Decides which request goes to which replica, and when, as plain calls.
 
     arrive(request) -> Grant    it goes to this replica
-                    -> None     it waits; `decided` will name it
-                    raises      no room in the queue, or no replica can take it at all
+                    -> None     it waits; `decided` will return it
+                    raises      the queue is full, or no replica can take it at all
     end(grant, verdict)         the attempt is over
     blame(grant)                it failed, and its request is not the cause
-    elsewhere(request, replica) -> Grant or None      a place on another replica, for a request that has one on this one
-    decided() -> [(request, Grant or error)]          to be called after whatever may have changed something
+    elsewhere(request, replica) -> Grant or None      a second grant, on another replica than this one
+    decided() -> [(request, Grant or error)]          to be called after every change
 
-No waiting request can go after `decided`; so a new one that can go overtakes none.
+After `decided` no waiting request can go, so a new request that can go overtakes none.
 
-A request whose stream has begun, and lost its replica, waits apart: it had a place before, so it goes first, and needs
-no room in the queue. It also waits while there is no replica at all, for one that has just failed may come back.
+A request whose begun stream has lost its replica waits in a queue of its own: it goes first, and takes no room in the
+queue of the others. It waits even while there is no replica at all, since a failed one may come back.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from phalanx.gateway.dispatch.fair_queue import DrainRate, FairQueue
 from phalanx.gateway.dispatch.policies import Policy
 from phalanx.gateway.dispatch.replica import Replica
 
-Verdict = Literal["answered", "failed", "abandoned"]
-"""Of an attempt: the replica answered; it failed, perhaps because of the request; or the client left."""
-NAMED = 20  # replicas, or models, in an error message
+Verdict = Literal["answered", "failed", "cancelled"]
+"""How an attempt ended: the replica answered; it failed, perhaps because of the request; or the client left."""
+MAX_NAMED = 20  # replicas, or models, in an error message
 
 
 class Grant(Struct, eq=False):
-    """A request's place on a replica."""
+    """A request's slot on a replica."""
 
     request: DispatchRequest
     replica: Replica
@@ -53,7 +53,7 @@ class Dispatcher:
         self.replicas: dict[str, Replica] = {}
         self.queue: FairQueue[DispatchRequest] = FairQueue(queue_size)
         self.begun: FairQueue[DispatchRequest] = FairQueue(None)
-        """Waiting requests whose stream has begun."""
+        """Waiting requests whose begun stream has lost its replica."""
         self._policy = policy
         self._rate = DrainRate()
         self._grants = 0
@@ -62,18 +62,18 @@ class Dispatcher:
     # Replicas ------------------------------------------------------------------------------------------------
 
     def add(self, replica: Replica) -> None:
-        """A replica may get requests from now on, once it is up."""
+        """Send requests to a replica once it is up."""
         self.replicas[replica.name] = replica
 
     def remove(self, name: str) -> Replica:
-        """A replica gets no more requests; those that it has go on."""
+        """Send a replica no new requests; its running ones continue."""
         replica = self.replicas.pop(name)
-        replica.is_draining = replica.is_leaving = True
+        replica.is_draining = replica.is_removed = True
         self._policy.forget(name)
         return replica
 
     def forget_cache(self, name: str) -> None:
-        """A replica was down, so that it may have lost the prefixes it knew."""
+        """A replica was down and may have lost its cached prefixes."""
         self._policy.forget(name)
 
     @property
@@ -92,8 +92,8 @@ class Dispatcher:
         """A request wants a replica, for the first time or after one has failed it.
 
         Raises:
-            UnknownModel: no replica serves its model, and all have said what they serve.
-            NoReplica: none of those that serve it can take requests; names each with its reason.
+            UnknownModel: no replica serves its model, and all list the models they serve.
+            NoReplica: no replica that serves it can take requests; names each with its reason.
             QueueFull: all are busy, and there is no room to wait.
         """
         if ready := _ready(request, self._free(now)):
@@ -111,9 +111,8 @@ class Dispatcher:
         return None
 
     def elsewhere(self, request: DispatchRequest, replica: Replica, now: float) -> Grant | None:
-        """A second place, on another replica than this one; None if none has room for all of its rows. Nothing is in
-        doubt about that one, and it computes the tokens of a begun stream alike: else it is no better than to wait for
-        the first.
+        """A second grant, on a healthy replica other than this one with room for all rows; None if there is none. A
+        begun stream also needs an equal determinism key: otherwise waiting for the first replica is as good.
         """
         able = [
             other
@@ -138,17 +137,17 @@ class Dispatcher:
             breaker.succeed(grant.trial)
         else:
             grant.replica.needs_check |= verdict == "failed"
-            breaker.abandon(grant.trial)
+            breaker.cancel(grant.trial)
 
     def blame(self, grant: Grant, now: float) -> None:
-        """An attempt that has ended counts against its replica: what a client sent cannot be why it failed."""
+        """Count an ended attempt against its replica: the request is not why it failed."""
         if grant.trial or grant.number > grant.replica.failed_at:
             grant.replica.is_suspect = True
-            grant.replica.failed_at = self._grants  # what it has now falls with it, and counts once
+            grant.replica.failed_at = self._grants  # its other running attempts fail with this one and count once
             grant.replica.breaker.fail(grant.trial, now)
 
     def decided(self, now: float) -> Iterator[Decision]:
-        """Every waiting request that can go now, or has to give up."""
+        """Every waiting request that can go now or has to give up."""
         while self._evicted:
             yield self._evicted.pop(), self._full_error(now)
         for request in [*self.begun.take_overdue(now), *self.queue.take_overdue(now)]:
@@ -171,17 +170,17 @@ class Dispatcher:
     # -----------------------------------------------------------------------------------------------------------
 
     def _free(self, now: float) -> list[Replica]:
-        """The replicas that have room now: few while requests wait, whatever these want."""
+        """Available replicas with room; few while requests wait."""
         return [replica for replica in self.replicas.values() if replica.has_room and replica.is_available(now)]
 
     def _may_wait(self, request: DispatchRequest, now: float) -> bool:
-        """Whether there is a replica for whose place a request can wait."""
+        """Whether there is a replica that a request can wait for."""
         if not request.is_begun:
             return self.has_untried(request, now)
         return any(one.serves(request.model) and _may_continue(request, one) for one in self.replicas.values())
 
     def _take(self, now: float) -> tuple[DispatchRequest, list[Replica]] | None:
-        """The waiting request whose turn it is, of those that can go, and where to. It waits no more."""
+        """Remove the next waiting request that can go from its queue, with the replicas that can take it."""
         if not (free := self._free(now)):
             return None  # so that a thousand waiting requests cost nothing while all replicas are busy
         ready: dict[_Kind, list[Replica]] = {}
@@ -207,19 +206,19 @@ class Dispatcher:
         serving = [replica for replica in self.replicas.values() if replica.serves(request.model)]
         if self.replicas and not serving:
             names = sorted({name for replica in self.replicas.values() for name in replica.models or ()})
-            more = f" and {len(names) - NAMED} more (/v1/models)" if len(names) > NAMED else ""
-            said = ", ".join(names[:NAMED]) + more or "none"
+            more = f" and {len(names) - MAX_NAMED} more (/v1/models)" if len(names) > MAX_NAMED else ""
+            served = ", ".join(names[:MAX_NAMED]) + more or "none"
             return UnknownModel(
-                f"The model {str(request.model)[:200]!r} is not served here. Served are: {said}.",
+                f"The model {str(request.model)[:200]!r} is not served here. Served are: {served}.",
                 param="model",
                 code="model_not_found",
             )
         reasons = [
-            f"{replica.name}: {replica.reason(now) or _why_not(request, replica)}" for replica in serving[:NAMED]
+            f"{replica.name}: {replica.reason(now) or _why_not(request, replica)}" for replica in serving[:MAX_NAMED]
         ]
-        more = f"; and {len(serving) - NAMED} more" if len(serving) > NAMED else ""
-        said = "; ".join(reasons) or "there is none"
-        return NoReplica(f"No replica can take the request ({said}{more}).", retry_after=2.0)
+        more = f"; and {len(serving) - MAX_NAMED} more" if len(serving) > MAX_NAMED else ""
+        why = "; ".join(reasons) or "there is none"
+        return NoReplica(f"No replica can take the request ({why}{more}).", retry_after=2.0)
 
     def _full_error(self, now: float) -> QueueFull:
         return QueueFull(
@@ -238,13 +237,13 @@ class Dispatcher:
 
 
 def _kind_of(request: DispatchRequest) -> _Kind:
-    if not (request.tried or request.refused):  # as nearly all of the thousand that may wait
+    if not (request.tried or request.refused):  # nearly always
         return request.model, request.determinism_key
     return request.model, request.determinism_key, frozenset(request.tried), frozenset(request.refused)
 
 
 def _ready(request: DispatchRequest, free: list[Replica]) -> list[Replica]:
-    """Those of the replicas with room that can take a request."""
+    """The free replicas that can take a request; for a begun stream, those of its determinism key if there are any."""
     able = [replica for replica in free if _may_get(request, replica)]
     exact = [
         replica for replica in able if request.is_begun and replica.health.determinism_key == request.determinism_key
@@ -253,7 +252,7 @@ def _ready(request: DispatchRequest, free: list[Replica]) -> list[Replica]:
 
 
 def _may_get(request: DispatchRequest, replica: Replica) -> bool:
-    """Whether a replica serves a request and has not failed it; a begun stream's, since the last good check."""
+    """Whether a replica serves a request and has not failed it (a begun stream: not since the last good check)."""
     if not replica.serves(request.model):
         return False
     if not request.is_begun:
@@ -267,6 +266,6 @@ def _may_continue(request: DispatchRequest, replica: Replica) -> bool:
 
 
 def _why_not(request: DispatchRequest, replica: Replica) -> str:
-    """Why a replica that is available does not get this request, in words."""
+    """Why an available replica does not get this request."""
     can = not request.is_begun or _may_continue(request, replica)
     return "has failed this request" if can else "cannot continue the stream"

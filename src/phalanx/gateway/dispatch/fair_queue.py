@@ -1,7 +1,7 @@
 """Requests that wait for a replica: bounded, and fair between the owners of API keys.
 
-Owners get replicas by turns. Where the queue is full, a request of an owner with fewer waiting takes the place of the
-newest one of the owner with most: a greedy key keeps no other out, and the bound holds.
+Owners take turns. If the queue is full, a request of an owner with fewer waiting evicts the newest request of the
+owner with most: a heavy user keeps no other out.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Waiting(Protocol):
-    """What may wait."""
+    """A request that can wait."""
 
     @property
     def owner(self) -> str:
-        """Whose API key it has; "" is everybody's."""
+        """Of its API key; "" without keys."""
 
     @property
     def give_up_at(self) -> float:
-        """When it has waited too long; monotonic seconds."""
+        """When its wait ends; monotonic seconds."""
 
 
 W = TypeVar("W", bound=Waiting)
@@ -30,7 +30,7 @@ class FairQueue(Generic[W]):
     """See the module's docstring.
 
     Args:
-        capacity: None: whatever comes may wait.
+        capacity: None is unbounded.
     """
 
     def __init__(self, capacity: int | None) -> None:
@@ -49,16 +49,16 @@ class FairQueue(Generic[W]):
         """Let a request wait. Changes state.
 
         Returns:
-            None if there was room; else the request that has to leave, which may be `entry` itself.
+            None if there was room; else the evicted request, which may be `entry` itself.
         """
         if self.capacity is None or self._held < self.capacity:
             self._append(entry)
             return None
         mine = len(self._of.get(entry.owner, ()))
-        greediest = max(self._of.values(), key=len, default=None)
-        if greediest is None or len(greediest) <= mine + 1:
+        heaviest = max(self._of.values(), key=len, default=None)
+        if heaviest is None or len(heaviest) <= mine + 1:
             return entry
-        evicted = greediest[-1]
+        evicted = heaviest[-1]
         self.remove(evicted)
         self._append(entry)
         return evicted
@@ -82,7 +82,7 @@ class FairQueue(Generic[W]):
         return found
 
     def remove(self, entry: W) -> bool:
-        """Let a request wait no longer. Returns whether it did wait. Changes state."""
+        """Remove a request from the queue. Returns whether it was there. Changes state."""
         entries = self._of.get(entry.owner)
         if entries is None or entry not in entries:
             return False
@@ -98,21 +98,21 @@ class FairQueue(Generic[W]):
 
 
 class DrainRate:
-    """How fast places become free, from the last of them."""
+    """Estimates how fast requests end, from the last of them."""
 
-    LAST = 64  # places: the rate follows a change of load within as many answers
-    MIN_S, MAX_S = 1.0, 60.0  # of an answer: clients ask again within a minute, and not at once
+    LAST = 64  # requests: the rate follows a change of load within as many
+    MIN_S, MAX_S = 1.0, 60.0  # of an estimate: clients retry within a minute, and not at once
 
     def __init__(self) -> None:
         self._at: deque[float] = deque(maxlen=self.LAST)
 
     def note(self, now: float) -> None:
-        """A place became free."""
+        """A request has ended."""
         self._at.append(now)
 
     def seconds_until(self, n: int, now: float) -> float:
-        """Seconds until about n more places are free."""
+        """Seconds until about n more requests have ended."""
         if not self._at or now <= self._at[0]:
             return self.MIN_S
-        per_place = (now - self._at[0]) / len(self._at)
-        return min(self.MAX_S, max(self.MIN_S, n * per_place))
+        per_request = (now - self._at[0]) / len(self._at)
+        return min(self.MAX_S, max(self.MIN_S, n * per_request))

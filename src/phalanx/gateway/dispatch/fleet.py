@@ -1,6 +1,6 @@
-"""The replicas as they are served: health checks of each, and changes by the user while requests run.
+"""The set of replicas: checks their health, and applies the user's changes while requests run.
 
-Does not know requests; dispatch is `dispatcher.py`'s.
+`dispatcher.py` assigns requests to them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from phalanx.http.foreign_json import decoder
 log = logging.getLogger(__name__)
 
 NO_SUCH_PATH = frozenset((404, 405, 501))
-"""Statuses by which servers of other vendors say that they have no such check."""
+"""Statuses of other vendors' servers for a path that they do not have."""
 MODELS = "/v1/models"
 TAGS = "/api/tags"
-LARGEST = 512 << 10
+MAX_BYTES = 512 << 10
 """Bytes of a /health or /v1/models: the models of a vLLM with 800 adapters, read in 50 ms of the loop's time."""
 REASON_CHARS = 200
 
@@ -46,8 +46,8 @@ class Fleet:
     """See the module's docstring.
 
     Args:
-        session_of: the client for a replica.
-        note_end: is called with each task that checks a replica, when it has ended.
+        session_of: returns the HTTP session for a replica.
+        note_end: called with each health-check task that has ended.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Fleet:
             window_s=config.cb_window_duration_secs,
         )
         self._checking: dict[Replica, tuple[asyncio.Task[None], asyncio.Event]] = {}
-        """Of each replica, what checks it, and what ends the pause between two checks."""
+        """Replica -> its task of checks, and the event that ends the pause between two checks."""
         self._listing: asyncio.Task[list[list[dict[str, Any]]]] | None = None
         """Asks the replicas for `tags`."""
 
@@ -79,20 +79,20 @@ class Fleet:
         return self._dispatcher.core.replicas
 
     def apply(self, specs: Iterable[ReplicaSpec]) -> list[Replica]:
-        """Have these replicas and no others. One that stays keeps its state. Returns those that leave."""
-        left: list[Replica] = []
+        """Serve exactly these replicas. Those that stay keep their state. Returns the removed ones."""
+        removed: list[Replica] = []
         wanted = {spec.name: spec for spec in specs}
         for name, replica in list(self.replicas.items()):
             spec = wanted.get(name)
             if spec is None or (spec.url, spec.key) != (replica.spec.url, replica.spec.key):
-                left.append(self.remove(name))
+                removed.append(self.remove(name))
             else:
                 replica.spec = spec
         for name, spec in wanted.items():
             if name not in self.replicas:
                 self.add(spec)
         self._dispatcher.settle()
-        return left
+        return removed
 
     def add(self, spec: ReplicaSpec) -> Replica:
         """One more replica, which gets requests once its first check is good.
@@ -113,28 +113,28 @@ class Fleet:
         return replica
 
     def remove(self, name: str) -> Replica:
-        """A replica gets no more requests; those that it has go on."""
+        """Send a replica no new requests; its running ones continue."""
         replica = self._dispatcher.core.remove(name)
-        log.info("replica %s leaves, with %d requests under way", name, replica.in_flight)
+        log.info("replica %s is removed, with %d requests running", name, replica.in_flight)
         if not replica.in_flight:
             self._stop_checking(replica)
         self._dispatcher.settle()
         return replica
 
     def set_draining(self, name: str, draining: bool) -> Replica:
-        """Let a replica get no new requests, or get them again."""
+        """Stop sending a replica new requests, or resume."""
         replica = self.replicas[name]
         replica.is_draining = draining
         self._dispatcher.settle()
         return replica
 
     def check_now(self, replica: Replica) -> None:
-        """Check a replica before it is time; after the check that is under way, if there is one."""
+        """Check a replica at once, or right after a check that is under way."""
         if replica in self._checking:
             self._checking[replica][1].set()
 
     async def close(self) -> None:
-        """Check no more."""
+        """Stop all checks."""
         tasks: list[asyncio.Task[Any]] = [task for task, _ in self._checking.values()]
         tasks += [self._listing] if self._listing is not None else []
         for task in tasks:
@@ -142,9 +142,9 @@ class Fleet:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def tags(self) -> list[list[dict[str, Any]]]:
-        """The models that each replica lists in Ollama's form; none of one that is down or speaks another.
+        """The models that each replica lists at /api/tags; empty for one that is down or has no such list.
 
-        Clients that ask at the same time get one listing: many would take the replicas' connections from requests.
+        Concurrent clients share one listing: many would take the replicas' connections from requests.
         """
         if self._listing is None or self._listing.done():
             self._listing = asyncio.create_task(self._all_tags())
@@ -161,9 +161,9 @@ class Fleet:
             self._checking.pop(replica)[0].cancel()
 
     async def _keep_checking(self, replica: Replica, at_once: asyncio.Event) -> None:
-        """Check until the replica has left and its last request has ended."""
+        """Check until the replica is removed and has no requests."""
         loop = asyncio.get_running_loop()
-        while not (replica.is_leaving and not replica.in_flight):
+        while not (replica.is_removed and not replica.in_flight):
             begun, own = loop.time(), replica.in_flight
             check = await self._check(replica)
             changed = replica.health.note(check, begun, loop.time())
@@ -182,7 +182,7 @@ class Fleet:
     def _note_change(self, replica: Replica) -> None:
         health = replica.health
         if health.state == "up":
-            replica.breaker.reset()  # what it failed was another life's
+            replica.breaker.reset()  # failures before the restart do not count
             replica.refused_key = None
             names = ", ".join(sorted(replica.models)) if replica.models is not None else "any model"
             log.info("replica %s is up: %s, %d requests at once", replica.name, names, replica.limit)
@@ -199,9 +199,9 @@ class Fleet:
         except TimeoutError:
             return Check(ok=False, answered=False, reason=f"does not answer health checks within {limit:g} s")
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            return Check(ok=False, answered=False, reason=f"cannot be reached ({_said(error)})")
+            return Check(ok=False, answered=False, reason=f"cannot be reached ({_one_line(error)})")
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            return Check(ok=False, answered=False, reason=f"fails health checks ({_said(error)})")
+            return Check(ok=False, answered=False, reason=f"fails health checks ({_one_line(error)})")
 
     async def _ask(self, replica: Replica) -> Check:
         path = self._config.health_check_endpoint
@@ -227,7 +227,7 @@ class Fleet:
             async with asyncio.timeout(self._config.health_check_timeout_secs):
                 status, body = await self._get(replica, TAGS)
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
-            log.info("replica %s does not list its models: %s", replica.name, _said(error))
+            log.info("replica %s does not list its models: %s", replica.name, _one_line(error))
             return []
         return tags_in(body) if status == 200 else []
 
@@ -245,8 +245,8 @@ class Fleet:
             body = bytearray()
             async for piece in response.content.iter_any():
                 body += piece
-                if len(body) > LARGEST:
-                    raise ValueError(f"{path} has more than {LARGEST >> 10} KiB")
+                if len(body) > MAX_BYTES:
+                    raise ValueError(f"{path} has more than {MAX_BYTES >> 10} KiB")
             return response.status, bytes(body)
 
 
@@ -267,7 +267,7 @@ def describe(replica: Replica, now: float) -> dict[str, Any]:
     }
 
 
-def _said(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     inner = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     text = getattr(inner, "strerror", None) or str(inner) or type(inner).__name__
     return " ".join(str(text).split())[:REASON_CHARS]
@@ -279,5 +279,5 @@ def _why(body: bytes) -> str:
         reason = _read_reason(body).reason
     except msgspec.DecodeError:
         reason = ""
-    said = " ".join(reason.split())[:REASON_CHARS]
-    return f": {said}" if said else ""
+    line = " ".join(reason.split())[:REASON_CHARS]
+    return f": {line}" if line else ""

@@ -1,12 +1,12 @@
-"""Which of the replicas that can take a request gets it.
+"""Policies that choose among the replicas that can take a request.
 
-    least_load           the fewest requests against its limit and weight; equal ones by turns
-    round_robin          by turns, in proportion to weights
-    power_of_two         the less busy one of two at random
-    cache_aware          where the conversation's prefix is, unless that replica is much busier; else least_load
-    consistent_hashing   by the session or the prompt's beginning; a replica that comes or goes moves only its share
+    least_load           the fewest requests relative to limit and weight; equal ones take turns
+    round_robin          in turn, in proportion to weights
+    power_of_two         the less busy of two random ones
+    cache_aware          where the conversation's prefix is cached, unless that replica is much busier; else least_load
+    consistent_hashing   by the session or the prompt's beginning; an added or removed replica moves only its share
 
-Every policy prefers replicas that are not in doubt. Does not know requests' bodies: `affinity.py` reads those.
+Every policy prefers healthy replicas. `affinity.py` reads the requests' bodies.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from phalanx.gateway.dispatch.dispatch_request import DispatchRequest
 from phalanx.gateway.dispatch.replica import Replica
 
 SESSIONS = 50_000  # that cache_aware remembers; a session is a name of a few bytes
-BLOCKS = 500_000  # of prompts, that it remembers: 128 MB of text at 256 bytes each
+BLOCKS = 500_000  # of prompts that it remembers: 128 MB of text at 256 bytes each
 
 K = TypeVar("K")
 RandomBelow = Callable[[int], int]
 """A random number from 0 to n - 1."""
 Order = tuple[bool, float, int]
-"""In doubt, the policy's own number, last grant: the smallest comes first."""
+"""Degraded, the policy's own number, last grant: the smallest goes first."""
 
 
 def by_load(replica: Replica) -> Order:
-    """The least busy one first; of equal ones, that which has waited longest for a request."""
+    """The least busy one first; of equal ones, the one granted a request longest ago."""
     return replica.is_degraded, replica.load, replica.last_granted
 
 
 class Policy(ABC):
-    """The seam."""
+    """Chooses a replica for each request."""
 
     @abstractmethod
     def choose(self, request: DispatchRequest, among: Sequence[Replica]) -> Replica:
-        """The replica that gets this request. Changes nothing.
+        """Return the replica for this request. Changes nothing.
 
         Args:
-            among: those that can take it now, in the order in which they came; never none.
+            among: those that can take it now, in the order in which they were added; never empty.
         """
 
-    def granted(self, request: DispatchRequest, replica: Replica) -> None:  # noqa: B027  # most policies remember nothing
+    def granted(self, request: DispatchRequest, replica: Replica) -> None:  # noqa: B027  # most policies keep nothing
         """The request goes to this replica; the policy may remember it."""
 
     def forget(self, name: str) -> None:  # noqa: B027
-        """This replica is gone, or has lost what it knew."""
+        """This replica was removed, or has lost its cache."""
 
 
 def prefer_healthy(among: Sequence[Replica]) -> Sequence[Replica]:
-    """Those that are not in doubt, if there are any."""
+    """The healthy ones; if there are none, all."""
     return [replica for replica in among if not replica.is_degraded] or among
 
 
@@ -72,10 +72,10 @@ def by_turn(replica: Replica) -> Order:
 
 
 class RoundRobin(Policy):
-    """Stride scheduling: each turn moves a replica 1 / weight further, and the one that is least far gets the next."""
+    """Stride scheduling: each grant advances a replica by 1 / weight, and the least advanced one gets the next."""
 
     def __init__(self) -> None:
-        self._now = 0.0  # the turn that was last given; newcomers go on from here after their first, not from 0
+        self._now = 0.0  # the last turn granted; a new replica continues from here after its first
 
     def choose(self, request: DispatchRequest, among: Sequence[Replica]) -> Replica:
         return min(among, key=by_turn)
@@ -92,15 +92,15 @@ class PowerOfTwo(Policy):
         self._below = below
 
     def choose(self, request: DispatchRequest, among: Sequence[Replica]) -> Replica:
-        sound = prefer_healthy(among)
-        n = len(sound)
+        healthy = prefer_healthy(among)
+        n = len(healthy)
         first = self._below(n)
         second = (first + 1 + self._below(n - 1)) % n if n > 1 else first
-        return min(sound[first], sound[second], key=by_load)
+        return min(healthy[first], healthy[second], key=by_load)
 
 
 class ConsistentHashing(Policy):
-    """Rendezvous hashing: every replica has a number for a key, in proportion to its weight, and the highest wins."""
+    """Rendezvous hashing: every replica has a score for a key, scaled by its weight, and the highest wins."""
 
     def choose(self, request: DispatchRequest, among: Sequence[Replica]) -> Replica:
         key = request.affinity.key
@@ -119,7 +119,7 @@ class CacheAware(Policy):
     """See the module's docstring.
 
     Args:
-        threshold: least part of a prompt that a replica must have had.
+        threshold: least fraction of a prompt that a replica must have seen.
         more, times: a replica that has `more` requests more than the least busy one, and `times` as many, is too busy.
     """
 

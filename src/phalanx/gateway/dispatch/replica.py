@@ -8,9 +8,9 @@ from phalanx.gateway.settings.replicas_file import ReplicaSpec
 from phalanx.http.model_lists import TAG
 
 VIA = "1.1 phalanx"
-"""The header Via of a gateway's requests: a server on its machine must not take them for a program's of the user."""
+"""Via header of a gateway's requests: a server on its machine must not take them for those of a local program."""
 ALONE = 1
-"""Requests at once of a server that does not say how many it takes, as with LM Studio or llama.cpp's server."""
+"""Limit of a server that reports none, such as LM Studio or llama.cpp's server."""
 
 
 class Replica:
@@ -21,22 +21,22 @@ class Replica:
         self.name = spec.name
         self.health = ReplicaHealth(health)
         self.breaker = Breaker(breaker)
-        self.models: frozenset[str] | None = None  # that it serves; None: it does not say, so that all are tried
+        self.models: frozenset[str] | None = None  # None: it lists none, so it may serve any
         self.cards: list[dict[str, object]] = []  # entries of its /v1/models
-        self.in_flight = 0  # requests of this gateway; one with several choices counts as so many, as in a /health
-        self.others = 0  # requests of others, as of the last check
+        self.in_flight = 0  # requests of this gateway; each choice counts as one, as in /health
+        self.others = 0  # requests of other clients, as of the last check
         self.is_suspect = False  # a failure counted against it; the next answer or good check clears it
-        self.needs_check = False  # it failed a request, for whatever cause; cleared alike
+        self.needs_check = False  # it failed a request, whatever the cause; cleared like `is_suspect`
         self.failed_at = 0  # grants of all replicas when its last failure was counted
-        self.refused_key: str | None = None  # an admin key that it does not take
+        self.refused_key: str | None = None  # an admin key that it does not accept
         self.is_draining = False  # no new requests
-        self.is_leaving = False  # removed: it ends the requests that it has
+        self.is_removed = False  # its running requests continue
         self.last_granted = 0  # number of the grant
         self.turn = 0.0  # of round_robin
 
     @property
     def limit(self) -> int:
-        """Requests at once."""
+        """Most concurrent requests."""
         if self.spec.max_in_flight is not None:
             return self.spec.max_in_flight
         return self.health.load.limit if self.health.load is not None else ALONE
@@ -47,17 +47,17 @@ class Replica:
         return self.in_flight < self.limit
 
     def has_room_for(self, rows: int) -> bool:
-        """Whether it computes so many rows at once now, or has none, and so begins with as many as it can."""
+        """Whether it has room for so many rows, or runs none, so that it computes as many of them at once as it can."""
         return self.in_flight + rows <= self.limit or not self.in_flight
 
     @property
     def busy(self) -> int:
-        """Requests that it runs or has waiting, of this gateway and of others."""
+        """Requests that it runs or queues, of this gateway and of others."""
         return self.in_flight + self.others
 
     @property
     def load(self) -> float:
-        """How busy it is: 1 is full, for a weight of 1."""
+        """Busy fraction of its limit, divided by its weight."""
         return self.busy / (self.limit * self.spec.weight)
 
     @property
@@ -67,17 +67,17 @@ class Replica:
 
     @property
     def admin_key(self) -> str | None:
-        """Its admin key while it is a phalanx server that takes it: no other server sees anything made with it."""
+        """Its admin key if it is a phalanx server that accepts it; other servers see nothing made with the key."""
         key = self.spec.admin_key
         return key if self.health.determinism_key and key != self.refused_key else None
 
     @property
     def can_migrate(self) -> bool:
-        """Whether its streams can go on elsewhere, and others' on it."""
+        """Whether its streams can move to other replicas, and theirs to it."""
         return self.admin_key is not None
 
     def serves(self, model: str | None) -> bool:
-        """Whether it serves this model, as far as is known; None is any model."""
+        """Whether it serves this model, as far as known; None is any model."""
         models = self.models
         return model is None or models is None or model in models or model.removesuffix(TAG) in models
 
@@ -86,7 +86,7 @@ class Replica:
         return self.health.state == "up" and not self.is_draining and self.breaker.allows(now)
 
     def reason(self, now: float) -> str:
-        """Why it is not available, in words; empty if it is."""
+        """Why it is not available; empty if it is."""
         if self.health.state != "up":
             return self.health.reason
         if self.is_draining:
@@ -97,7 +97,7 @@ class Replica:
         """Take in the figures of a check's /health.
 
         Args:
-            own: this gateway's requests when the check began.
+            own: this gateway's requests on it when the check began.
         """
         load = self.health.load
         self.others = max(0, load.running + load.waiting - own) if load is not None else 0

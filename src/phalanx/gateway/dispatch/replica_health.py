@@ -1,4 +1,4 @@
-"""Whether a replica is up, from its health checks, and what it says about its load."""
+"""Whether a replica is up, from its health checks, and the load that it reports."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from msgspec import Struct
 
 from phalanx.http.foreign_json import decoder
 
-MAX_RUNNING = 65536  # requests; a larger number in a /health is no number of requests
+MAX_RUNNING = 65536  # requests; a larger number in a /health is taken for an error
 
 
 class HealthRules(Struct, frozen=True):
-    """Checks in a row that change a replica's state."""
+    """Consecutive checks that change a replica's state."""
 
     failures: int = 3
     successes: int = 2
 
 
 class ReplicaLoad(Struct, frozen=True):
-    """The part `requests` of a phalanx server's /health: requests it runs, that wait, and that it runs at most."""
+    """`requests` in a phalanx server's /health: the requests that run and wait, and how many can run."""
 
     running: int
     waiting: int
@@ -29,10 +29,10 @@ class ReplicaLoad(Struct, frozen=True):
 
 
 class HealthReport(Struct, frozen=True):
-    """What the gateway reads of a phalanx server's /health."""
+    """The fields of a phalanx server's /health that the gateway reads."""
 
     requests: ReplicaLoad | None = None
-    determinism_key: str = ""  # equal ones compute equal tokens; empty: its streams cannot go on elsewhere
+    determinism_key: str = ""  # equal ones compute equal tokens; empty: its streams cannot move
 
 
 _read = decoder(HealthReport)
@@ -41,7 +41,7 @@ _read = decoder(HealthReport)
 class Check(Struct, frozen=True, kw_only=True):
     """The result of one health check.
 
-    `answered` without `ok`: the replica itself says that it cannot serve. Its streams may go on all the same: a phalanx
+    `answered` without `ok`: the replica itself reports that it cannot serve. Its streams may still continue: a phalanx
     server resumes them once its engine is back.
     """
 
@@ -52,7 +52,7 @@ class Check(Struct, frozen=True, kw_only=True):
 
 
 def report_of(body: bytes) -> HealthReport:
-    """The report in the body of a /health; an empty one where there is none, as with other vendors' servers."""
+    """The report in the body of a /health; an empty one for other vendors' servers."""
     try:
         report = _read(body)
     except msgspec.DecodeError:
@@ -76,8 +76,8 @@ class ReplicaHealth:
         self.checked_at = 0.0
         """Begin of the last check that has ended."""
         self.refused_since: float | None = None
-        """Begin of the first of the last checks whose answer says that it cannot serve; None if the last did not."""
-        self._silent: deque[float] = deque(maxlen=rules.failures)  # ends of the last checks, if these got no answer
+        """Begin of the first of the latest consecutive checks that report it cannot serve; None if the last did not."""
+        self._silent: deque[float] = deque(maxlen=rules.failures)  # ends of the latest checks, while unanswered
         self._failures = 0
         self._successes = 0
 
@@ -87,20 +87,20 @@ class ReplicaHealth:
         return self._failures > 0
 
     def silence(self, last_byte: float, now: float) -> float:
-        """Seconds without an answer to a check, or a byte of the stream whose last one came then. 0 where the last
-        check was answered, or a byte came after it; the check may have begun before the last byte.
+        """Seconds since a stream's last byte, if a later check has ended unanswered; else 0. The check may have begun
+        before that byte.
         """
         return now - last_byte if self._silent and last_byte < self._silent[-1] else 0.0
 
     def is_lost(self, last_byte: float) -> bool:
-        """Whether the replica is down, and no byte came after the first of the unanswered checks that say so."""
+        """Whether the replica is down, and the last byte is older than the first unanswered check."""
         return self.state == "down" and bool(self._silent) and last_byte < self._silent[0]
 
     def note(self, check: Check, begun: float, ended: float) -> bool:
         """Take in a check. Returns whether the state has changed.
 
         Args:
-            begun, ended: when the check did.
+            begun, ended: times of the check.
         """
         before = self.state
         self.checked_at = begun

@@ -36,17 +36,17 @@ def cards_in(body: bytes) -> list[dict[str, Any]] | None:
 
 
 def names_in(cards: Iterable[Mapping[str, Any]]) -> frozenset[str]:
-    """The names under which a replica serves: an Ollama's `llama3:latest` is `llama3` as well."""
+    """The names of a replica's models; Ollama's `llama3:latest` is also `llama3`."""
     names = {str(card["id"]) for card in cards}
     return frozenset(names | {name.removesuffix(TAG) for name in names})
 
 
 def model_meant(asked: str, replicas: Collection[Replica], aliases: Mapping[str, str]) -> str:
-    """The model that a client means by a name, as its replicas call it; the name itself where none is known by it."""
+    """The model that a client means by a name, as its replicas call it; the name itself if it is unknown."""
     served = sorted({name for replica in replicas for name in replica.models or ()})
     found = name_meant(asked, (*aliases, *served))
     if found is None or (found != asked and any(one.models is None and one.health.state == "up" for one in replicas)):
-        return asked  # a replica that does not say what it serves may know it by this very name
+        return asked  # a replica that does not list its models may know it by this very name
     return aliases.get(found, found)
 
 

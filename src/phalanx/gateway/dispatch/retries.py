@@ -1,7 +1,7 @@
-"""How often requests may be tried again: a budget of each client, and pauses before a replica is asked again.
+"""Retry budget of each client, and back-off before a replica is asked again.
 
-Without a budget, retries multiply the load just when replicas fail for too much of it. With one for all, a client whose
-requests make replicas fail would take it from the others.
+Without a budget, retries multiply the load just when replicas fail of overload. If all clients shared one, a client
+whose requests make replicas fail would use it up.
 """
 
 from __future__ import annotations
@@ -11,38 +11,38 @@ from collections.abc import Callable
 
 from phalanx.gateway.settings.gateway_settings import GatewayConfig
 
-PER_SECOND = 10.0  # retries that few requests may use as well
+PER_SECOND = 10.0  # retries that are allowed however few the requests
 CLIENTS = 4096  # whose budgets are remembered: more than there are keys
-MOST = 100.0  # retries that may be saved up: the requests in flight of a few replicas that die together
+MAX_RETRIES = 100.0  # that may be saved up: the requests in flight of a few replicas that die together
 
 
 def pause(config: GatewayConfig, n: int, random: Callable[[], float]) -> float:
-    """Seconds before a replica is asked again that has failed the request, when that has failed n times.
+    """Seconds before a request that has failed n times is sent again to a replica that failed it.
 
     Args:
         random: from 0 to 1.
     """
-    exponent = min(n - 1, 100)  # 1.5 ** 100 is far above every longest pause, and 10 ** 400 would be no float
+    exponent = min(n - 1, 100)  # 1.5 ** 100 is far above any longest pause, and 10 ** 400 overflows a float
     pause_ms = config.retry_initial_backoff_ms * config.retry_backoff_multiplier**exponent
     jitter = 1 + config.retry_jitter_factor * (2 * random() - 1)
     return min(config.retry_max_backoff_ms, pause_ms) * jitter / 1000
 
 
 class RetryBudget:
-    """A bucket of retries, which requests and time fill."""
+    """A bucket of retries, refilled by requests and time."""
 
     def __init__(self, per_request: float) -> None:
         self._per_request = per_request
-        self._left = MOST
+        self._left = MAX_RETRIES
         self._at = 0.0
 
     def note_request(self) -> None:
         """A request came."""
-        self._left = min(MOST, self._left + self._per_request)
+        self._left = min(MAX_RETRIES, self._left + self._per_request)
 
     def take(self, now: float) -> bool:
         """Take one retry. Returns whether there was one."""
-        self._left = min(MOST, self._left + max(0.0, now - self._at) * PER_SECOND)
+        self._left = min(MAX_RETRIES, self._left + max(0.0, now - self._at) * PER_SECOND)
         self._at = now
         if self._left < 1.0:
             return False
@@ -51,7 +51,7 @@ class RetryBudget:
 
 
 class RetryBudgets:
-    """A budget for each client; those that asked last are remembered."""
+    """The budgets of the most recent clients."""
 
     def __init__(self, per_request: float) -> None:
         self._per_request = per_request

@@ -1,1 +1,1 @@
-"""One request's way to a replica and back: attempts, events, streams that go on elsewhere."""
+"""Relays a request to a replica and its answer back: attempts, events, failover of streams."""

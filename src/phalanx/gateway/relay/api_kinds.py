@@ -1,13 +1,11 @@
-"""What the gateway has to know of each API that passes through: how a stream ends, also with an error.
+"""The APIs that pass through the gateway: how a stream of each ends, also with an error.
 
-    chat         OpenAI's chat and text completions: events, then `data: [DONE]`
-    responses    OpenAI's responses: events with names and numbers, the last one response.completed or its like
-    messages     Anthropic's messages: events with names, the last one message_stop
-    ollama       lines of JSON, the last one with "done": true
-    ollama_more  other paths below /api: errors are Ollama's, streams are not looked into
-    other        whatever else there is: streams are not looked into, and their end is the connection's word
-
-Does not know the fields of requests and answers.
+chat         OpenAI's chat and text completions: events, then `data: [DONE]`
+responses    OpenAI's responses: events with names and numbers, the last one response.completed or its like
+messages     Anthropic's messages: events with names, the last one message_stop
+ollama       lines of JSON, the last one with "done": true
+ollama_more  other paths below /api: errors are Ollama's, streams are not parsed
+other        all other paths: streams are not parsed, and end with the HTTP body
 """
 
 from __future__ import annotations
@@ -19,10 +17,10 @@ import msgspec
 Dialect = Literal["chat", "responses", "messages", "ollama", "ollama_more", "other"]
 
 OPAQUE = frozenset(("ollama_more", "other"))
-"""Dialects whose streams are not looked into."""
+"""Dialects whose streams are not parsed."""
 RESPONSES_ENDS = frozenset(("response.completed", "response.failed", "response.incomplete", "error"))
 MESSAGES_ENDS = frozenset(("message_stop", "error"))
-"""Types of events, in the two dialects that name them, after which nothing more comes."""
+"""Types of the last event, in the two dialects that name them."""
 
 
 def dialect_of(path: str) -> Dialect:

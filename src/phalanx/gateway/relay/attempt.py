@@ -1,6 +1,6 @@
-"""One attempt of one request on one replica: what is sent, what comes back, and what may break in between.
+"""One attempt of one request on one replica: sends the request and reads the answer.
 
-Errors of the HTTP library end here: the proxy sees phalanx's own, with the replica's name.
+Errors of the HTTP library end here: the proxy sees phalanx's own errors, with the replica's name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from phalanx.http.stream_records import MIGRATION, RESUME
 CONNECT_S = 5.0  # for a connection and its TLS handshake: some round trips, with two lost packets
 PIECE_BYTES = 1 << 16  # of a body, handed to the transport at a time
 STATUSES = range(200, 600)
-"""Of answers. To 101 the client's connection would no longer be HTTP's, and 0 is no status to send on."""
+"""Statuses that are passed on. After 101 the client's connection would leave HTTP, and 0 cannot be sent."""
 CONTROLS = re.compile("[\x00-\x08\x0a-\x1f\x7f]")
 UNAUTHORIZED = 401
 HOP_BY_HOP = frozenset(
@@ -40,11 +40,11 @@ RETURNED = frozenset(
     "retry-after retry-after-ms x-accel-buffering x-should-retry".split()
 )
 RETURNED_PREFIXES = ("anthropic-", "openai-", "ratelimit-", "x-phalanx-", "x-ratelimit-")
-"""What clients read of an answer's headers. Any other acts on the gateway's whole address, where a replica has no say:
-its cookies, HTTPS, which pages may ask; or on a proxy before it (X-Accel-Redirect). The gateway adds those of its own.
+"""Answers' headers that are passed on. Others act on the gateway's whole origin (cookies, HTTPS, CORS) or on a proxy
+before it (X-Accel-Redirect), which a replica may not. The gateway adds headers of its own.
 """
 OWN_FAULTS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
-"""Why this machine has no connection to give: many clients can bring that about."""
+"""Errors of this machine, not of the replica, in opening a connection; many clients can cause them."""
 CLIENTS_KEYS = frozenset(("authorization", "x-api-key"))
 
 
@@ -57,13 +57,13 @@ def request_headers(
     admin_key: str | None,
     pass_keys: bool,
 ) -> CIMultiDict[str]:
-    """What a replica gets of a client's headers.
+    """The headers sent to a replica, made from a client's.
 
     Args:
-        owner: of the client's key; "": the gateway asks for none, so that all clients are one.
+        owner: of the client's key; "" if the gateway needs none, so that all clients are one.
         key: the replica's own; None if it has none.
-        admin_key: the replica's; None if it is told no owner.
-        pass_keys: the client's own key is for the replica, which then has none.
+        admin_key: the replica's; None sends it no owner.
+        pass_keys: pass the client's own key on, if the replica has none in the settings.
     """
     pairs = list(given)
     named = {part.strip().lower() for name, value in pairs if name.lower() == "connection" for part in value.split(",")}
@@ -80,7 +80,7 @@ def request_headers(
 
 
 def response_headers(given: Mapping[str, str], status: int) -> CIMultiDict[str]:
-    """What a client gets of a replica's headers. The gateway says itself how a key is sent."""
+    """The headers of a replica's answer that the client gets. The gateway sets WWW-Authenticate itself."""
     headers = CIMultiDict(
         (name, value)
         for name, value in given.items()
@@ -92,11 +92,11 @@ def response_headers(given: Mapping[str, str], status: int) -> CIMultiDict[str]:
 
 
 class Attempt:
-    """One attempt: open from `send` to the end of the `async with`, which closes the connection unless it is idle.
+    """One attempt, open from `send` to the end of the `async with`, which closes the connection unless it is idle.
 
     Args:
-        traffic: is written as bytes pass.
-        deadline: when the whole request ends; the loop's time.
+        traffic: updated as bytes pass.
+        deadline: end of the whole request's time; the loop's clock.
     """
 
     def __init__(self, traffic: Traffic, deadline: float) -> None:
@@ -114,12 +114,12 @@ class Attempt:
 
     @property
     def is_broken(self) -> bool:
-        """The connection is closed before the body's end, since its framing is wrong: aiohttp tells no reader of it."""
+        """A framing error closed the connection before the body's end, which aiohttp does not report to readers."""
         response = self._response
         if response is None or response.connection is None or response.connection.protocol is None:
             return False
-        is_told = response.content.is_eof() or response.content.exception() is not None
-        return not is_told and not response.connection.protocol.connected
+        is_reported = response.content.is_eof() or response.content.exception() is not None
+        return not is_reported and not response.connection.protocol.connected
 
     async def __aenter__(self) -> Attempt:
         await self._scope.__aenter__()
@@ -145,9 +145,10 @@ class Attempt:
 
         Raises:
             ReplicaFailed: no connection, or it broke off.
-            MalformedAnswer: what came is not HTTP, or has a status or header that cannot be sent on.
+            MalformedAnswer: the answer is not HTTP, or has a status or header that cannot be passed on.
         """
-        data = io.BytesIO(body) if body is not None and len(body) > PIECE_BYTES else body  # the loop serves others too
+        # A large body is sent in pieces, between which the loop serves other requests.
+        data = io.BytesIO(body) if body is not None and len(body) > PIECE_BYTES else body
         url = URL(self.traffic.grant.replica.spec.url + path, encoded=True)
         try:
             self._response = await session.request(
@@ -158,14 +159,14 @@ class Attempt:
             raise ReplicaFailed(f"The replica {self.name} cannot be reached: {_cause(error)}.") from error
         except aiohttp.ClientResponseError as error:
             self.traffic.is_sent = True
-            raise MalformedAnswer(f"The replica {self.name} answers what is not HTTP: {error.message}.") from error
+            raise MalformedAnswer(f"The replica {self.name} does not answer in HTTP: {error.message}.") from error
         except (aiohttp.ClientError, OSError) as error:
             self.traffic.is_sent = True
             raise ReplicaFailed(f"The replica {self.name} broke off: {_cause(error)}.") from error
         self.traffic.is_sent = True
         if self._response.status not in STATUSES:
             raise MalformedAnswer(f"The replica {self.name} answers with the status {self._response.status}.")
-        if any(map(CONTROLS.search, self._response.headers.values())):  # which no answer can be sent with
+        if any(map(CONTROLS.search, self._response.headers.values())):  # which aiohttp refuses to send
             raise MalformedAnswer(f"The replica {self.name} answers with control characters in a header.")
         self.note_byte()
         return self._response
@@ -194,7 +195,7 @@ class Attempt:
 
 
 def _cause(error: BaseException) -> str:
-    """An error of the library in words, without the address that it may name."""
+    """An error of the library as text, without the address that it may name."""
     inner = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     if isinstance(inner, TimeoutError):
         return f"no connection in {CONNECT_S:g} s"

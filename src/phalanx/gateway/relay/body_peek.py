@@ -1,6 +1,6 @@
-"""What a gateway reads of a request's body, and the one field it may change.
+"""Fields of a request's body that the gateway reads, and the one that it may change.
 
-Everything else passes as it came: which fields there are is the replica's matter.
+Everything else passes unchanged and unchecked.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from phalanx.errors import InvalidRequest
 from phalanx.http.foreign_json import decoder
 
 MANY_NAMES = 1 << 16
-"""Colons outside of the prompt, and so at most other fields, that are written anew in 20 ms."""
+"""Colons outside the prompt, an upper bound of the other fields, in a body that is rewritten: 20 ms."""
 
 MAX_ROWS = 128
 """Of one request; the largest `n` of OpenAI's own."""
 MAX_LISTED = 1 << 14
-"""Prompts of a list that is read, in 5 ms; a longer one has more than `MAX_ROWS`, or no server takes it."""
+"""Prompts of a list that is parsed, in 5 ms; a longer one has more than `MAX_ROWS`, or no server accepts it."""
 LISTED_BYTES = 1 << 16
-"""Of Ollama's options that are read."""
+"""Of Ollama's options, at most, that are parsed."""
 PROMPTS = re.compile(rb'\[\s*["\[]')
-"""Begins a list of prompts: texts, or lists of tokens. One prompt may be a list of tokens as well."""
-BYTES_PER_TOKEN = 4  # of a prompt, where the answer does not say
+"""Begins a list of prompts: texts, or lists of tokens. A single prompt may be a list of tokens as well."""
+BYTES_PER_TOKEN = 4  # of a prompt, where the answer counts no tokens
 RESERVED = 256
-"""Tokens of a choice for which its key must have room before it begins; most answers are shorter."""
+"""Most tokens of a choice that are reserved in its key's limits before it begins; most answers are shorter."""
 MAX_TOKENS = 1 << 31
-"""Of one answer; a count from here on is a replica's mistake, and not used."""
+"""Counts from here on are taken for a replica's error and ignored."""
 COUNTS = (
     (("total_tokens",), ()),
     (("prompt_tokens", "completion_tokens"), ()),
     (("input_tokens", "output_tokens"), ("cache_read_input_tokens", "cache_creation_input_tokens")),
     (("prompt_eval_count", "eval_count"), ()),
 )
-"""Names in an answer's `usage`, all of which it must have, and others that count beside them: one row per API."""
+"""One row per API: names that an answer's `usage` must have, and names that count in addition."""
 
 
 class Peek(Struct, frozen=True):
@@ -59,13 +59,13 @@ class Peek(Struct, frozen=True):
 
     @property
     def rows(self) -> int:
-        """Answers that it asks for: `n` of each prompt. Of many prompts the most that there may be."""
+        """Answers that it asks for: `n` for each prompt; `MAX_ROWS` for a list too long to parse."""
         n_prompts, n = _prompts_in(bytes(self.prompt)), bytes(self.n)
         return min(MAX_ROWS, n_prompts * int(n) or 1) if n.isdigit() and len(n) <= 3 else n_prompts
 
     @property
     def answer_tokens(self) -> int:
-        """Tokens that its answers are expected to have, at most."""
+        """Tokens to reserve for its answers."""
         options = bytes(self.options)
         num_predict = _options_in(options).num_predict if len(options) <= LISTED_BYTES else Raw()
         fields = (self.max_completion_tokens, self.max_tokens, self.max_output_tokens, num_predict)
@@ -81,14 +81,14 @@ class Peek(Struct, frozen=True):
 
 
 class AnswerCounts(Struct):
-    """Where an answer, or an event of a stream, says how many tokens it took."""
+    """Fields of an answer, or of an event of a stream, that count tokens."""
 
     usage: Raw = Raw()
     prompt_eval_count: Raw = Raw()  # Ollama's
     eval_count: Raw = Raw()
 
     def as_json(self) -> bytes:
-        """An object of the counts; empty if there is none, or null."""
+        """The counts as a JSON object; empty if there is none, or null."""
         given = bytes(self.usage)
         if given not in (b"", b"null"):
             return given
@@ -114,7 +114,7 @@ def peek(body: bytes) -> Peek:
     """Look into a JSON body.
 
     Raises:
-        InvalidRequest: it is no JSON object, or names its model in another way than by a string; names the field.
+        InvalidRequest: it is not a JSON object, or a field that must be a string is not; names the field.
     """
     try:
         return _peek(body)
@@ -132,7 +132,7 @@ def with_model(body: bytes, seen: Peek, model: str) -> bytes:
     """The body with another `model`; every other field keeps its bytes.
 
     Raises:
-        InvalidRequest: it has so many fields that no API can mean them all.
+        InvalidRequest: it has more than `MANY_NAMES` names.
     """
     n_names = body.count(b":") - sum(part.count(b":") for part in seen.prompt_parts)
     if n_names > MANY_NAMES:
@@ -153,17 +153,17 @@ def _prompts_in(prompt: bytes) -> int:
 def _options_in(data: bytes) -> _Options:
     try:
         return _read_options(data)
-    except msgspec.DecodeError:  # none, or no object
+    except msgspec.DecodeError:  # missing, or not an object
         return _Options()
 
 
 def prompt_tokens(n_bytes: int) -> int:
-    """The tokens of a request of so many bytes, roughly."""
+    """Estimated tokens of a request of so many bytes."""
     return n_bytes // BYTES_PER_TOKEN
 
 
 def tokens_of(usage: bytes) -> int | None:
-    """All tokens that the object counts; None if it does not say, or says what no answer can have.
+    """All tokens that the object counts; None without counts, or if they are out of range.
 
     Args:
         usage: of `AnswerCounts.as_json`.

@@ -1,10 +1,9 @@
-"""Reads a replica's stream as it passes: hands on whole events only, and knows whether it ended or broke off.
+"""Cuts a replica's stream into whole events, and detects whether it ended or broke off.
 
-A part of an event is held back until its rest has come. So nothing that a client has was cut off in the middle, and an
-error event can follow at any time.
+A part of an event is held back until its rest has come, so that an error event can follow at any time.
 
-From a replica that tells records (`http/stream_records.py`), events are held back until theirs has come: then the
-client has what the transcript says, not one event less or more, and another replica can go on from there.
+If the replica sends records (`http/stream_records.py`), each event is held back until its record has come. So the
+client has exactly what the transcript says, and another replica can continue from there.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ NO_CR = re.compile(rb"\n\n")  # all that it can be in a stream without \r, and f
 LINE_END = re.compile(rb"\r\n|\n|\r")
 FIELDS = frozenset((b"data", b"event", b"id", b"retry", b""))  # "" is a comment
 DONE = b"[DONE]"
-REASON_CHARS = 500  # of why a replica ends its stream, told to the client
+REASON_CHARS = 500  # of a replica's error, for the client
 MAX_PIECE = 2 * MAX_EVENT  # bytes of the events that wait for one record
 
 
@@ -51,7 +50,7 @@ class Seen(Struct, frozen=True):
 
     ends: bool = False
     has_data: bool = False
-    has_text: bool = False  # or calls; not looked for once there was some
+    has_text: bool = False  # or calls; not looked for after the first
     usage: bytes = b""  # the counts of `AnswerCounts`; empty if it has none
     number: int | None = None
 
@@ -61,12 +60,12 @@ PLAIN = Seen(has_data=True)  # nearly all
 
 
 class EventReader:
-    """The reader of one stream, of one replica after another: `begin_again` is called where the next one goes on.
+    """Reads one stream, possibly from several replicas in turn: call `begin_again` before the next one continues.
 
     Args:
-        dialect: says how the stream ends. Of opaque ones, any end that HTTP calls one will do.
+        dialect: decides how the stream ends; an opaque one ends with the HTTP body.
         lines: the stream is lines of JSON instead of server-sent events.
-        transcript: takes in the replica's records; None: it was not asked for any.
+        transcript: takes the replica's records; None if it was asked for none.
     """
 
     def __init__(self, dialect: Dialect, *, lines: bool = False, transcript: Transcript | None = None) -> None:
@@ -75,11 +74,11 @@ class EventReader:
         self.lines = lines
         self.transcript = transcript
         self._held = bytearray()  # the beginning of an event
-        self._looked = 0  # bytes of it without an end
+        self._looked = 0  # bytes of it that were searched for its end
         self._unrecorded = bytearray()  # whole events, and then blanks, that no record has followed yet
         self._unrecorded_seen: list[Seen] = []  # what these events mean
         self.is_paused = False
-        """The replica's last record says that its engine is gone."""
+        """The replica's last record says that its engine is down."""
         self.ended = False
         """The event that ends a stream has passed."""
         self.has_text = False
@@ -89,22 +88,22 @@ class EventReader:
         self.next_number = 0
         """Number of the next event, in dialects that number them."""
         self.fault = ""
-        """Why what came after the events that passed is no stream of events; empty if nothing is wrong."""
+        """What is wrong with the stream after the events that passed; empty if nothing is."""
         self.usage = b""
-        """The last counts of tokens that an event had, as `AnswerCounts.as_json` has them; empty if there were none."""
+        """Token counts of the last event that had any, as `AnswerCounts.as_json`; empty if there were none."""
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of the answer so far, where no event counts them: those of the records, or one for each event."""
+        """Tokens of the answer so far if no event counts them: those of the records, or one for each event."""
         return max(self.n_events, self.transcript.n_tokens if self.transcript is not None else 0)
 
     @property
     def can_go_on(self) -> bool:
-        """Whether another replica can continue the stream after what has passed."""
+        """Whether another replica can continue the stream after the events that passed."""
         return self.transcript is not None and self.transcript.is_kept and not self.ended
 
     def begin_again(self) -> None:
-        """Another replica is to continue the stream: what was held back of this one's is void."""
+        """Another replica continues the stream: drop the bytes held back from the last one."""
         self.is_paused = False
         self._held.clear()
         self._looked = 0
@@ -113,7 +112,7 @@ class EventReader:
         self.fault = ""
 
     def feed(self, data: bytes) -> bytes:
-        """Take in bytes. Returns the events that may pass now, as they came; of a malformed one sets `fault`."""
+        """Take in bytes. Returns the events that may pass now, unchanged; a malformed one sets `fault`."""
         self._held += data
         if self._end is NO_CR and b"\r" in data:
             self._end = BLANK_LINE
@@ -135,13 +134,13 @@ class EventReader:
         return bytes(passing)
 
     def close(self) -> bytes:
-        """The replica has sent all. Returns what waited for a record, if it never tells any."""
+        """The replica's body has ended. Returns the events that waited for a record, if it never sent any."""
         if self.transcript is None or self.transcript.start is not None or self.fault:
             return b""
         return self._release()
 
     def finish(self) -> str:
-        """What is wrong with the stream's ending here, in words; empty if nothing is."""
+        """Why the stream may not end here; empty if it may."""
         if self.fault:
             return self.fault
         if bytes(self._held).strip():
@@ -153,11 +152,11 @@ class EventReader:
         return ""
 
     def _pass(self, event: bytes, end: bytes) -> bytes:
-        """What may pass once this event has come."""
+        """The bytes that may pass once this event has come."""
         if self.transcript is None:
             self._apply(self._read(event))
             return event + end
-        text = event.lstrip(b" ") if self.lines else event  # of lines, a blank keeps the client waiting
+        text = event.lstrip(b" ") if self.lines else event  # a blank before a line is a keep-alive
         record = self._record(text)
         if record is None:
             self._unrecorded_seen.append(self._read(event))

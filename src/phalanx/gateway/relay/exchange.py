@@ -1,8 +1,4 @@
-"""One client's request on its way through replicas, and the answer that is relayed: what is counted of both, signs of
-life, how it ends with an error.
-
-Knows no replica.
-"""
+"""The client's side of a proxied request: its counts, keep-alives, and how its answer ends with an error."""
 
 from __future__ import annotations
 
@@ -10,15 +6,15 @@ from phalanx.errors import PhalanxError
 from phalanx.gateway.relay.api_kinds import Dialect, dialect_of, error_event
 from phalanx.http.body_budget import BodyLease
 from phalanx.http.error_responses import error_body, public_failure
+from phalanx.http.fair_quota import FairQuota
 from phalanx.http.http_exchange import Exchange
-from phalanx.http.shares import Shares
 
 
-def body_lease(budget: Shares, owner: str) -> BodyLease:
+def body_lease(budget: FairQuota, owner: str) -> BodyLease:
     """The memory of one request's body.
 
     Args:
-        owner: whose share it is of.
+        owner: whose quota it counts against.
     """
     return BodyLease(budget, owner, "The gateway holds as many bytes of requests as it may (by --max-body-mb).")
 
@@ -42,29 +38,29 @@ class ClientExchange:
         self.dialect: Dialect = dialect_of(self.path)
         self.owner = http.owner or ""
         self.first_text_s: float | None = None
-        """From its arrival until the first text, reasoning or call of the answer was passed on."""
+        """Seconds from its arrival to the first text, reasoning or call passed on."""
         self.n_read = 0
         """Bytes of its body."""
         self.n_tokens = 0
-        """Of prompt and answer, that its key is charged if it ends now: as its client leaves, or with its answer."""
+        """Tokens of prompt and answer that its key is charged if the request ends now."""
 
     @property
-    def share(self) -> str:
-        """Whose part of what all clients share it takes: its key's, without keys its address's."""
-        return self.owner or self.http.connection.place.address
+    def quota_owner(self) -> str:
+        """The owner of its quota of memory and retries: its key's owner, without keys its address."""
+        return self.owner or self.http.connection.slot.address
 
     @property
     def has_begun(self) -> bool:
-        """A part of the answer is on its way, so that its status stands."""
+        """The answer's head was sent, so its status can no longer change."""
         return self.http.response is not None
 
     async def keep_alive(self) -> None:
-        """Give the client of a stream a sign of life, unless bytes are on their way to it. Does not wait for it."""
+        """Send a keep-alive into the stream, unless bytes still wait for the client."""
         if not self.http.connection.n_unsent:
             await self.http.write(b" " if self.dialect == "ollama" else b": keep-alive\n\n")
 
     async def end_with(self, error: PhalanxError, *, is_stream: bool, number: int = 0) -> None:
-        """End an answer that has begun. One that cannot say so is cut off, so that its client sees it."""
+        """End a begun answer: a stream with an error event, any other by closing the connection."""
         if is_stream:
             body = error_body(public_failure(error), self.path)
             await self.http.write(error_event(self.dialect, body, number=number))

@@ -32,21 +32,21 @@ from phalanx.http.owners import OWNER
 from phalanx.http.stream_records import MIGRATION, Resume
 
 RETRIED = frozenset((408, 429, 500, 502, 503, 504))
-"""Statuses of a replica that another one may not give."""
+"""Statuses for which another replica is tried."""
 SUCCEEDED = range(200, 300)
 FORBIDDEN = 403
 NOT_FOUND = 404
 FAILED = 500  # from here on an answer may be the replica's fault
-LONGEST_GAP_S = 60.0  # that a begun stream waits for a replica: a server's ranks have started again in most of it
-MIN_S = 0.01  # of a request's time, told to a replica
-REASON_BYTES = 300  # of an answer that refuses a stream, told to the client
+MAX_GAP_S = 60.0  # failover gap, in which a begun stream waits for a replica; a server restarts its ranks in less
+MIN_S = 0.01  # of a request's time that a replica is given
+REASON_BYTES = 300  # of an answer that refuses a stream, for the client
 
 Result = BufferedResponse | PhalanxError
 """How an attempt failed, or a request ended."""
 
 
 class Failover(Struct, eq=False, kw_only=True):
-    """See the module's docstring. Has asked for a place at first; `request` changes only while it waits for none."""
+    """See the module's docstring. Queued at first; `request` changes only while it is not queued."""
 
     request: DispatchRequest
     config: GatewayConfig
@@ -54,34 +54,34 @@ class Failover(Struct, eq=False, kw_only=True):
     metrics: GatewayMetrics
     budget: RetryBudget
     random: Callable[[], float]  # from 0 to 1
-    deadline: float  # when the request's time is over
+    deadline: float  # end of the request's time
     may_stream: bool  # the answer may be a stream that can move
 
     state: Literal["queued", "sending", "backing off", "done"] = "queued"
     traffic: Traffic | None = None  # of the attempt under way
     pause_s: float = 0.0
-    result: Result | None = None  # of the request; None: the answer was passed on, and is whole
-    stream: EventReader | None = None  # of the answer, if its client has a part of it and its replica was lost
-    gap_since: float | None = None  # when the last piece passed of a stream that has no replica
+    result: Result | None = None  # of the request; None: the whole answer was passed on
+    stream: EventReader | None = None  # of a begun answer that has lost its replica
+    gap_since: float | None = None  # begin of the failover gap: when the last piece passed
     gap_of: str = ""  # the replica that the stream lost last
     has_begun: bool = False  # the client has a part of the answer
-    successor: Grant | None = None  # the place to which the request moves when its attempt has ended
+    successor: Grant | None = None  # another replica, to which the request moves when its attempt has ended
     attempts: int = 0  # that replicas have failed
     breaks: int = 0  # replicas that broke off
-    losses: list[str] = []  # how the begun stream lost each, and which did not take it
-    moves: int = 0  # replicas that it has lost
+    losses: list[str] = []  # why the begun stream lost each replica, or was refused by it
+    moves: int = 0  # replicas that the begun stream has lost
     not_found: int = 0  # replicas that answered 404
     unexplained: list[Grant] = []  # of attempts that failed, perhaps because of the request
-    met_stale: bool = False  # a connection failed it that had been idle: further attempts make their own
+    met_stale: bool = False  # an idle connection failed it: further attempts open new ones
     last: Result | None = None  # of the attempts that failed
     gateway_end: PhalanxError | None = None  # why no further attempt begins
 
     # Events ----------------------------------------------------------------------------------------------------
 
     def placed(self, grant: Grant, now: float) -> None:
-        """There is a place."""
+        """The dispatcher has granted a replica."""
         if self.gateway_end is not None:
-            self.dispatcher.end(grant, "abandoned", now)
+            self.dispatcher.end(grant, "cancelled", now)
             self._end(self.gateway_end, now)
             return
         transcript = None
@@ -94,22 +94,22 @@ class Failover(Struct, eq=False, kw_only=True):
         self.traffic = Traffic(grant, grant.replica.admin_key, transcript, now, self.stream)
 
     def resume(self, now: float) -> Resume | None:
-        """What a replica gets with the request whose stream it is to continue; None if none has begun."""
+        """The `Resume` for the replica that continues the stream; None if no stream has begun."""
         if self.stream is None:
             return None
-        assert self.stream.transcript is not None, "a stream without records goes nowhere else"
+        assert self.stream.transcript is not None, "a stream without records cannot move"
         left = max(MIN_S, self.deadline - now)
         return self.stream.transcript.resume(next_number=self.stream.next_number, timeout_s=left, moves=self.moves)
 
     def place_refused(self, error: PhalanxError, now: float) -> None:
-        """There is no place. A replica that has failed the request may be back, where the others have gone."""
+        """No replica can take the request; one that has failed it may be back after a pause."""
         if self.has_begun or not isinstance(error, NoReplica):
             self._end(error, now)
         elif not (self.request.tried and self._may_retry(now)):
             self._end(self.last if isinstance(self.last, BufferedResponse) else error, now)
 
     def pause_over(self, now: float) -> None:
-        """The back-off is over: a replica may be asked again that has failed the request."""
+        """The back-off is over: replicas that have failed the request may be asked again."""
         if self.has_begun:
             self._move(now)
         else:
@@ -128,7 +128,7 @@ class Failover(Struct, eq=False, kw_only=True):
         self._done("continued", now)
 
     def answered(self, answer: BufferedResponse, now: float) -> None:
-        """A whole answer has come, of which the client has nothing."""
+        """A whole answer has come; the client has nothing of it."""
         if answer.status in SUCCEEDED:
             self._explain(now)
         has_failed = answer.status >= FAILED
@@ -151,8 +151,8 @@ class Failover(Struct, eq=False, kw_only=True):
         else:
             if answer.status not in RETRIED:
                 self.request.refused.add(replica.name)
-                said = " ".join(answer.body[:REASON_BYTES].decode("utf-8", "replace").split())
-                self.losses.append(f"The replica {replica.name} does not continue it: {answer.status} {said}")
+                why = " ".join(answer.body[:REASON_BYTES].decode("utf-8", "replace").split())
+                self.losses.append(f"The replica {replica.name} does not continue it: {answer.status} {why}")
             self._move(now)
 
     def broke_off(self, error: PhalanxError, now: float) -> None:
@@ -165,7 +165,7 @@ class Failover(Struct, eq=False, kw_only=True):
         elif not (traffic.is_stale or traffic.was_held):
             self.unexplained.append(traffic.grant)
         if traffic.is_sent or self.successor is not None:
-            self.breaks += not replica.is_leaving  # one that was taken away did not because of the request
+            self.breaks += not replica.is_removed  # a removed one did not break off because of the request
             if self.has_begun:
                 self._lose(traffic, error, now)
         self._note_failure(replica, error)
@@ -175,8 +175,8 @@ class Failover(Struct, eq=False, kw_only=True):
             self._retry(replica, now)
 
     def tick(self, now: float) -> PhalanxError | None:
-        """Some time has passed. Returns the error with which to end the attempt, if its replica is silent, or computes
-        nothing while another one could.
+        """Some time has passed. Returns the error with which to end the attempt: its replica is silent, or makes no
+        progress while another one could.
         """
         traffic = self.traffic
         if traffic is None or traffic.is_relaying:
@@ -187,15 +187,15 @@ class Failover(Struct, eq=False, kw_only=True):
         return ReplicaFailed(f"The replica {traffic.grant.replica.name} {why}.") if why else None
 
     def client_gone(self, now: float) -> None:
-        """The client left before the request was done, at whatever time."""
+        """The client left before the request was done, in any state."""
         if self.traffic is not None:
-            self._release("abandoned", now)
-        self._done("abandoned", now)
+            self._release("cancelled", now)
+        self._done("cancelled", now)
 
     # The next step ---------------------------------------------------------------------------------------------
 
     def _next(self, now: float) -> None:
-        """To the next attempt."""
+        """Begin the next attempt."""
         if self.gateway_end is not None:
             self._end(self.gateway_end, now)
         elif self.successor is not None:
@@ -205,7 +205,7 @@ class Failover(Struct, eq=False, kw_only=True):
             self.state = "queued"
 
     def _retry(self, replica: Replica, now: float) -> None:
-        """A request that has not begun is sent once more, or ends."""
+        """Send a request whose answer has not begun once more, or end it."""
         assert self.last is not None
         if self.gateway_end is None and (self.successor is not None or self._may_retry(now)):
             self.metrics.retried(replica.name)
@@ -216,7 +216,7 @@ class Failover(Struct, eq=False, kw_only=True):
             self._end(self.last, now)
 
     def _may_retry(self, now: float) -> bool:
-        """Whether there is a retry: at once where another replica can have the request, else after a pause."""
+        """Whether to retry: at once if another replica can take the request, else after a pause."""
         if self.gateway_end is not None or self.attempts > self.config.retry_max_retries or self._limit_reached:
             return False
         is_elsewhere = self.dispatcher.has_untried(self.request, now)
@@ -227,7 +227,7 @@ class Failover(Struct, eq=False, kw_only=True):
         return True
 
     def _move(self, now: float) -> None:
-        """A begun stream goes on at another replica, or ends."""
+        """Move a begun stream to another replica, or end it."""
         assert self.last is not None
         is_lost = isinstance(self.last, (BufferedResponse, ReplicaFailed, MalformedAnswer))  # else out of time
         can_move = is_lost and self.stream is not None and self.stream.can_go_on and not self._limit_reached
@@ -237,7 +237,7 @@ class Failover(Struct, eq=False, kw_only=True):
             self._end(self.last, now)
 
     def _end(self, result: Result, now: float) -> None:
-        """There is no further attempt."""
+        """End the request without another attempt."""
         self._done("failed", now)
         if self.has_begun:
             self.result = None if self.stream is not None and self.stream.ended else self._error(result)
@@ -247,19 +247,20 @@ class Failover(Struct, eq=False, kw_only=True):
             self.result = result
 
     def _error(self, why: Result) -> PhalanxError:
-        """What the client is told: how the stream lost each replica, and why there is no further one."""
-        said = list(self.losses)
-        if isinstance(why, PhalanxError) and str(why) not in said:
-            said.append(str(why))
+        """The client's error: how the stream lost each replica, and why no other continues it."""
+        parts = list(self.losses)
+        if isinstance(why, PhalanxError) and str(why) not in parts:
+            parts.append(str(why))
         if self._limit_reached and self.stream is not None and self.stream.can_go_on:
-            said.append(f"It goes nowhere else: perhaps it breaks them (--migration-limit {self.config.max_breaks}).")
-        return why if isinstance(why, PhalanxError) and len(said) == 1 else ReplicaFailed(" ".join(said))
+            limit = self.config.max_breaks
+            parts.append(f"It is not moved again: perhaps it makes replicas fail (--migration-limit {limit}).")
+        return why if isinstance(why, PhalanxError) and len(parts) == 1 else ReplicaFailed(" ".join(parts))
 
     # What an event means ---------------------------------------------------------------------------------------
 
     @property
     def _limit_reached(self) -> bool:
-        """So many replicas have broken off under this request that perhaps it is what breaks them."""
+        """So many replicas have failed during this request that it may be the cause."""
         return self.breaks > self.config.max_breaks
 
     def _release(self, verdict: Verdict, now: float) -> Traffic:
@@ -275,7 +276,7 @@ class Failover(Struct, eq=False, kw_only=True):
         self.state = "done"
         self._close_gap(outcome)
         if self.successor is not None:
-            self.dispatcher.end(self.successor, "abandoned", now)
+            self.dispatcher.end(self.successor, "cancelled", now)
             self.successor = None
 
     def _close_gap(self, outcome: str) -> None:
@@ -284,21 +285,21 @@ class Failover(Struct, eq=False, kw_only=True):
             self.gap_since = None
 
     def _explain(self, now: float) -> None:
-        """A replica answers the request: so those that failed it did not because of what it is."""
+        """A replica answers the request, so the request is not why others failed: count the failures against them."""
         for grant in self.unexplained:
             self.dispatcher.blame(grant, now)
         self.unexplained.clear()
 
     def _note_failure(self, replica: Replica, result: Result) -> None:
         self.last = result
-        if not replica.is_leaving:  # else an operator took it away, and its name may be a new replica's already
+        if not replica.is_removed:  # else a new replica may have its name already
             self.request.tried.add(replica.name)
             self.attempts += 1
 
     def _is_worth_retrying(self, answer: BufferedResponse, now: float) -> bool:
-        """Whether another attempt may be answered better. Called once for each answer: it counts 404s."""
-        if answer.status == NOT_FOUND and self.request.model is not None:  # it serves another model than it did
-            self.not_found += 1  # the second one may be the path's
+        """Whether another attempt may get a better answer. Called once for each answer: it counts 404s."""
+        if answer.status == NOT_FOUND and self.request.model is not None:  # the replica may serve another model now
+            self.not_found += 1  # a second one may mean the path
             return self.not_found == 1 and self.dispatcher.has_untried(self.request, now)
         return answer.status in RETRIED and not answer.is_final
 
@@ -314,20 +315,20 @@ class Failover(Struct, eq=False, kw_only=True):
             self._close_gap("failed")
             self.gap_since, self.gap_of = since, name
             self.moves += 1
-            self.request.give_up_at = now + min(self.config.queue_timeout_secs, LONGEST_GAP_S)
+            self.request.give_up_at = now + min(self.config.queue_timeout_secs, MAX_GAP_S)
             self._note_begun(traffic)
 
     def _note_begun(self, traffic: Traffic) -> None:
-        """The request needs a replica that can continue what this one has begun."""
+        """From here on the request needs a replica that can continue what this one has begun."""
         models = traffic.grant.replica.models
         if traffic.transcript is not None:
             self.request.determinism_key = traffic.transcript.determinism_key
         if self.request.model is None and models:
-            self.request.model = min(models)  # the request names none; another could not go on with its tokens
+            self.request.model = min(models)  # the request names none, and another model cannot continue its tokens
 
     def _reserve(self, traffic: Traffic, now: float) -> bool:
-        """Find a place elsewhere for a request whose replica computes nothing. While there is none, it stays; also
-        where a further break would be one too many: a phalanx server knows itself if a request is what ends its engine.
+        """Reserve another replica for a request whose own makes no progress. The request stays if none is free, or if
+        one more failure would exceed the limit: a phalanx server detects itself that a request crashes its engine.
         """
         if self.successor is None and self.gateway_end is None and self.breaks < self.config.max_breaks:
             if self.has_begun or traffic.passed_at is not None:
@@ -338,5 +339,5 @@ class Failover(Struct, eq=False, kw_only=True):
 
 
 def _refuses_key(answer: BufferedResponse) -> bool:
-    said = answer.body.lower()
-    return answer.status == FORBIDDEN and any(name.encode() in said for name in (MIGRATION, OWNER))
+    body = answer.body.lower()
+    return answer.status == FORBIDDEN and any(name.encode() in body for name in (MIGRATION, OWNER))

@@ -1,6 +1,6 @@
-"""Which event of a stream has the first thing that the model wrote: the gateway's time stamp is taken there.
+"""Finds the event of a stream with the model's first text, reasoning or call, for the gateway's TTFT.
 
-What comes before says that the answer begins, and may come before any token.
+Events before it only open the answer, and may come before any token.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from phalanx.http.foreign_json import decoder
 
 _value = decoder(dict[str, Any])
 TEXTS = ("content", "text", "reasoning_content", "reasoning", "refusal", "thinking", "response", "partial_json")
-"""Fields of what the model wrote; in which object they are depends on the dialect."""
+"""Fields of the model's output; the object that has them depends on the dialect."""
 CALLS = ("tool_calls", "function_call")
 
 
 def shows_text(dialect: Dialect, data: bytes) -> bool:
-    """Whether the client sees a piece of text, reasoning or a call in an event; of opaque dialects, in any.
+    """Whether an event has text, reasoning or a call; in opaque dialects every event counts.
 
     Args:
-        data: JSON, or nothing that has a text.
+        data: anything but JSON has no text.
     """
     if dialect in OPAQUE:
         return True

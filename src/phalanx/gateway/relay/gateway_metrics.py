@@ -8,12 +8,12 @@ from phalanx.gateway.dispatch.dispatcher import Dispatcher
 
 PREFIX = "phalanx:gateway_"
 LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
-"""From what the gateway itself takes to --request-timeout-secs."""
+"""From the gateway's own overhead to --request-timeout-secs."""
 GAUGES = {
     "up": ("replica_up", "1 while the replica may get requests."),
     "in_flight": ("replica_requests_in_flight", "Requests of this gateway on the replica; each choice is one."),
-    "others": ("replica_requests_of_others", "Requests of others on it, as of its last health check."),
-    "limit": ("replica_request_limit", "Requests that it takes at once."),
+    "others": ("replica_requests_of_others", "Requests of other clients on it, as of its last health check."),
+    "limit": ("replica_request_limit", "Most concurrent requests of the replica."),
 }
 
 
@@ -31,7 +31,7 @@ class GatewayMetrics:
         self._broken = self._counter("broken_streams", "Answers that broke off after their first byte.", "replica")
         self._migrations = self._counter(
             "migrations",
-            "Begun streams by the replica that broke off and what became of them.",
+            "Begun streams by the replica that broke off and by outcome.",
             "replica",
             "outcome",
         )
@@ -51,7 +51,7 @@ class GatewayMetrics:
         self._whole = self._histogram("e2e_request_latency_seconds", "Arrival to the end of the answer.")
 
     def retried(self, replica: str) -> None:
-        """A request goes elsewhere because this replica has failed it."""
+        """A request is sent again because this replica has failed it."""
         self._retries.labels(replica).inc()
 
     def attempted(self, replica: str, verdict: str) -> None:
@@ -63,11 +63,11 @@ class GatewayMetrics:
         self._broken.labels(replica).inc()
 
     def migrated(self, replica: str, outcome: str) -> None:
-        """A begun stream that this replica broke off was continued, has failed, or was abandoned by its client."""
+        """A begun stream that this replica broke off was continued, has failed, or was cancelled by its client."""
         self._migrations.labels(replica, outcome).inc()
 
     def gap(self, seconds: float) -> None:
-        """A stream goes on after so long without a byte."""
+        """A stream continues after a failover gap of so many seconds."""
         self._gap.observe(seconds)
 
     def client_left(self) -> None:

@@ -1,6 +1,6 @@
 """Answers requests through replicas: reads bodies, and takes the steps that `failover.py` decides.
 
-Which replica gets a request, and when, is the dispatcher's decision.
+The dispatcher decides which replica gets a request, and when.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from phalanx.gateway.relay.replica_sessions import ReplicaSessions
 from phalanx.gateway.relay.traffic import BufferedResponse, Traffic
 from phalanx.gateway.settings.gateway_settings import GatewayConfig
 from phalanx.http.content_encoding import read_body
+from phalanx.http.fair_quota import FairQuota
 from phalanx.http.http_exchange import Answer, Reply
 from phalanx.http.media_types import is_json
-from phalanx.http.shares import Shares
 from phalanx.http.stream_records import MIGRATION, RESUME, resume_body
 
 log = logging.getLogger(__name__)
 
 BODIES = 64  # of the largest size that are held together
-TICK_S = 0.25  # between two looks at attempts that wait for their replica
-KEEP_ALIVE_S = 5.0  # between two signs of life to the client of a stream without a replica, as a phalanx server's
-WITHOUT_KEY = "the replica %s does not take its admin key: its streams end with it, and all API keys are one to it"
+TICK_S = 0.25  # between two checks of attempts that wait for their replica
+KEEP_ALIVE_S = 5.0  # between two keep-alives in a failover gap, as in a phalanx server's streams
+WITHOUT_KEY = "the replica %s refuses its admin key: its streams cannot move, and it sees all API keys as one client"
 
 
 class _Call(Struct, eq=False):
@@ -52,9 +52,9 @@ class _Call(Struct, eq=False):
     failover: Failover
     path: str  # with its query
     body: bytes
-    n_tokens: int  # that it is expected to take, of prompt and answer
-    pass_keys: bool  # the client's own key is for the replica
-    kept_at: float  # when its stream last had a replica, or the client a sign of life
+    n_tokens: int  # expected, of prompt and answer
+    pass_keys: bool  # pass the client's own key on
+    kept_at: float  # when its stream last had a replica, or the client a keep-alive
     attempt: Attempt | None = None  # under way
     queued_s: float = 0.0
 
@@ -68,8 +68,8 @@ class Proxy:
     """See the module's docstring.
 
     Args:
-        sessions: the clients for replicas.
-        check_now: has the health of a replica checked at once.
+        sessions: HTTP sessions for replicas.
+        check_now: checks the health of a replica at once.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Proxy:
         self._metrics = metrics
         self._check_now = check_now
         self._budgets = RetryBudgets(config.retry_budget)
-        self._memory = Shares(BODIES * config.max_body_bytes)
+        self._memory = FairQuota(BODIES * config.max_body_bytes)
         self._calls: set[_Call] = set()
         self._closed: PhalanxError | None = None
         self._closing = asyncio.Event()
@@ -103,14 +103,14 @@ class Proxy:
         """Answer a request through a replica.
 
         Args:
-            aliases: of models.
-            reserve: is told how many tokens and answers the request is expected to take; may refuse it.
-            pass_keys: the client's own key is for the replica.
+            aliases: alias -> model.
+            reserve: takes the expected number of tokens and answers of the request; may refuse it.
+            pass_keys: pass the client's own key on.
 
         Raises:
-            PhalanxError: there is no answer, and its first byte is not sent.
+            PhalanxError: there is no answer; nothing was sent.
         """
-        with body_lease(self._memory, exchange.share) as memory:
+        with body_lease(self._memory, exchange.quota_owner) as memory:
             body = await read_body(exchange.http, self._config.max_body_bytes, memory)
             exchange.n_read = len(body)
             call = self._call(exchange, body, aliases, pass_keys)
@@ -141,10 +141,10 @@ class Proxy:
             call.cut(error)
 
     def remove(self, replica: Replica, *, movable_only: bool) -> None:
-        """End the attempts on a replica that an operator took away.
+        """End the attempts on a replica that an operator removed.
 
         Args:
-            movable_only: only streams that can go on elsewhere.
+            movable_only: only streams that can move.
         """
         for call in list(self._calls):
             traffic = call.failover.traffic
@@ -152,7 +152,7 @@ class Proxy:
                 call.cut(ReplicaFailed(f"The replica {replica.name} was removed."))
 
     async def watch(self) -> None:
-        """Look at attempts, and keep the clients of streams without a replica waiting. Runs until cancelled."""
+        """Check running attempts, and send keep-alives in failover gaps. Runs until cancelled."""
         while True:
             await asyncio.sleep(TICK_S)
             now = self._clock()
@@ -163,7 +163,7 @@ class Proxy:
                 if (error := failover.tick(now)) is not None:
                     call.cut(error)
                 if call.attempt is not None and call.attempt.is_broken:
-                    call.cut(MalformedAnswer(f"The replica {call.attempt.name} goes on with what is not HTTP."))
+                    call.cut(MalformedAnswer(f"The replica {call.attempt.name} broke HTTP's framing in its answer."))
                 if failover.gap_since is None:
                     call.kept_at = now
                 elif now - call.kept_at > KEEP_ALIVE_S:
@@ -182,7 +182,7 @@ class Proxy:
             if meant != model:
                 model = meant
                 body = with_model(body, seen, model)
-        budget = self._budgets.of(exchange.share)
+        budget = self._budgets.of(exchange.quota_owner)
         budget.note_request()
         affinity = affinity_of(exchange.owner, headers, seen.prompt_cache_key, model, seen.prompt_parts)
         now = self._clock()
@@ -201,7 +201,7 @@ class Proxy:
         return _Call(exchange, failover, exchange.raw_path + query, body, n_tokens, pass_keys, now)
 
     async def _step(self, call: _Call) -> None:
-        """Do what the state says, and report how it went."""
+        """Take the step that the state names, and report the outcome."""
         failover, clock = call.failover, self._clock
         if failover.state == "sending":
             await self._attempt(call)
@@ -209,7 +209,7 @@ class Proxy:
         elif failover.state == "backing off":
             with suppress(TimeoutError):
                 async with asyncio.timeout(failover.pause_s):
-                    await self._closing.wait()  # which cuts the pause
+                    await self._closing.wait()  # which ends the pause early
             failover.pause_over(clock())
         else:
             asked_at = clock()
@@ -271,7 +271,7 @@ class Proxy:
             pass_keys=pass_keys,
         )
         if traffic.transcript is not None:
-            headers[MIGRATION] = spec.admin_key or ""  # without one, or with a wrong one, nothing begun is continued
+            headers[MIGRATION] = spec.admin_key or ""  # a server continues streams only with the right key
         if (resume := call.failover.resume(self._clock())) is None:
             return headers, call.body or None
         size, body = resume_body(resume, call.body)
@@ -279,7 +279,7 @@ class Proxy:
         return headers, body
 
     async def _end(self, call: _Call) -> Reply:
-        """The answer, to which nothing is added any more.
+        """End the answer.
 
         Raises:
             PhalanxError: there is none.
@@ -304,7 +304,7 @@ class Proxy:
         now, since = self._clock(), call.failover.gap_since
         if since is not None:
             self._metrics.gap(now - since)
-            log.info("%s: the stream goes on at %s after %.2f s", call.exchange.id, replica.name, now - since)
+            log.info("%s: %s continues the stream after %.2f s", call.exchange.id, replica.name, now - since)
         call.failover.first_byte(now)
 
     def _note_first_text(self, exchange: ClientExchange) -> None:

@@ -1,6 +1,6 @@
-"""Passes one replica's answer on to the client, at once and event by event, or holds it whole until it has come.
+"""Passes one replica's answer on to the client: a stream event by event, any other answer once it is whole.
 
-Where the client has the beginning of a stream already, from another replica, this one's events follow those.
+If the client has the beginning of the stream from another replica, this one's events follow it.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from phalanx.gateway.relay.traffic import BufferedResponse
 from phalanx.http.error_responses import SHOULD_RETRY
 from phalanx.http.stream_records import LINES
 
-WHOLE_BYTES = 8 << 20  # of an answer that is no stream: up to here it is held, and asked for again where it breaks off
+WHOLE_BYTES = 8 << 20  # an answer that is not a stream is held up to here, and can be retried if it breaks off
 FED_BYTES = 4 << 10
 """Of a stream, read at a time: 4,096 bytes can be 2,048 events, which take 10 ms; others are served in between."""
 FIRST_ERROR = 400  # of statuses
 KEY_REMEDY = "It needs one of its own: --worker-key, or `key` where the replica is named."
-HELD_S = 1.0  # that a piece waits for its client; a replica's connection stands still meanwhile
+HELD_S = 1.0  # a piece that waits longer for its client holds up the replica's connection
 LINGER_S = 1.0  # for the end of a stream whose last event has come
 STREAMS = {"text/event-stream": False, LINES: True}
-"""Media types of streams; whether they are lines of JSON."""
+"""Media type of a stream -> whether it is lines of JSON."""
 
 
 def tokens_so_far(exchange: ClientExchange, reader: EventReader) -> int:
-    """What a stream has taken, prompt included: as it says itself, else by its records, else roughly."""
+    """Tokens of a stream, prompt included: as its events count them, else by its records, else estimated."""
     known = tokens_of(reader.usage)
     return prompt_tokens(exchange.n_read) + reader.n_tokens if known is None else known
 
 
 class Relay:
-    """One attempt's answer. Where its traffic has a reader from the beginning, it is the rest of a begun stream.
+    """Relays one attempt's answer. If its traffic has a reader from the beginning, the answer continues a begun stream.
 
     Args:
-        is_clients_key: the replica gets the client's key: what it says of that is the client's matter.
+        is_clients_key: the replica gets the client's key, so the client gets its 401.
         on_first_byte: called when the attempt's first byte has been handed to the network.
-        on_first_text: called when the answer's first text has; not if an earlier attempt's had.
+        on_first_text: called when the answer's first text has been, if no earlier attempt sent text.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class Relay:
         self._on_first_text = on_first_text
 
     async def answer(self, response: aiohttp.ClientResponse) -> BufferedResponse | None:
-        """Pass on what is a stream; return what is not.
+        """Pass a stream on; return any other answer.
 
         Raises:
-            PhalanxError: the replica broke off, whether the client has a part of the answer or not.
+            PhalanxError: the replica broke off; the client may have a part of the answer.
         """
         if response.status == UNAUTHORIZED and not self._is_clients_key:
-            said = f"The replica {self._attempt.name} does not take the gateway's key (401)."
-            return BufferedResponse(UNAUTHORIZED, {}, b"", fault=f"{said} {KEY_REMEDY}")
+            refused = f"The replica {self._attempt.name} does not take the gateway's key (401)."
+            return BufferedResponse(UNAUTHORIZED, {}, b"", fault=f"{refused} {KEY_REMEDY}")
         if response.content_type in STREAMS and response.status == 200:
             await self._stream(response)
             return None
@@ -90,13 +90,13 @@ class Relay:
         try:
             await self._events(response, reader)
         except PhalanxError:
-            if not reader.ended:  # what follows the last event decides nothing
+            if not reader.ended:  # errors after the last event do not count
                 raise
         finally:
             self._exchange.n_tokens = tokens_so_far(self._exchange, reader)
 
     async def _events(self, response: aiohttp.ClientResponse, reader: EventReader) -> None:
-        """Pass on whole events until the stream's end.
+        """Pass whole events on until the stream's end.
 
         Raises:
             PhalanxError: it broke off, is malformed, or lacks the event that ends it.
@@ -112,7 +112,7 @@ class Relay:
             await self._send(response, rest)
         if fault := reader.finish():
             raise MalformedAnswer(f"The replica {self._attempt.name} failed: {fault}.")
-        if not self._exchange.has_begun:  # an empty stream of a dialect that has no last event
+        if not self._exchange.has_begun:  # an empty stream, of a dialect without a last event
             await self._send(response, b"")
 
     async def _feed(self, response: aiohttp.ClientResponse, reader: EventReader, piece: bytes) -> None:
@@ -128,7 +128,7 @@ class Relay:
     async def _linger(
         self, response: aiohttp.ClientResponse, pieces: AsyncIterator[bytes], reader: EventReader
     ) -> None:
-        """Pass on what follows the last event, and wait for the connection to be free."""
+        """Pass on the bytes after the last event, and wait for the connection to become idle."""
         try:
             async with asyncio.timeout(LINGER_S):
                 async for piece in pieces:
@@ -144,7 +144,7 @@ class Relay:
                 held += piece
                 if len(held) > WHOLE_BYTES:
                     if self._traffic.reader is not None:
-                        raise MalformedAnswer(f"The replica {self._attempt.name} continues a stream with no stream.")
+                        raise MalformedAnswer(f"The replica {self._attempt.name} does not continue a stream as one.")
                     await self._send(response, bytes(held))
                     async for more in pieces:  # too large to be held
                         await self._send(response, more)

@@ -1,4 +1,4 @@
-"""The HTTP clients for replicas: which addresses they may connect to, and whether a connection may be an old one."""
+"""The HTTP sessions for replicas: with or without a check of addresses, with or without reuse of connections."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ReplicaSessions:
     """Open within `async with`.
 
     Args:
-        trusted: authorities of https replicas; None: the system's.
+        trusted: authorities of https replicas; None is the system's.
     """
 
     def __init__(self, trusted: ssl.SSLContext | None) -> None:
@@ -40,16 +40,15 @@ class ReplicaSessions:
         await self._end.aclose()
 
     def of(self, spec: ReplicaSpec, *, is_new: bool = False) -> aiohttp.ClientSession:
-        """The client for a replica.
+        """The session for a replica.
 
         Args:
-            is_new: only with a connection that is made for this request: one that was idle failed it, and a replica
-                that has closed one of those may have closed all.
+            is_new: open a new connection: an idle one has failed the request, and the replica may have closed all.
         """
         return self._sessions[spec.by_api, is_new]
 
     def _make(self, by_api: bool, is_new: bool) -> aiohttp.ClientSession:
-        """Dispatch limits connections, and each attempt has deadlines of its own."""
+        """A session without limits of its own: dispatch limits connections, and each attempt has its deadlines."""
         reuse = aiohttp.TraceConfig()
         reuse.on_connection_reuseconn.append(_note_reuse)
         connector = aiohttp.TCPConnector(
@@ -76,10 +75,10 @@ async def _note_reuse(session: aiohttp.ClientSession, context: Any, params: obje
 
 
 def _checked_socket(info: aiohttp.AddrInfoType) -> socket.socket:
-    """A socket for an address, its name resolved, that a replica of the admin API may have.
+    """A socket for the resolved address of a replica that the admin API added.
 
     Raises:
-        PermissionError: no such replica may.
+        PermissionError: such a replica may not have this address.
     """
     family, kind, protocol, _, address = info
     if fault := address_fault(str(address[0])):

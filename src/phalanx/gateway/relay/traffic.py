@@ -1,6 +1,6 @@
-"""What has passed in one attempt of a request on one replica, and what that says of the replica.
+"""The state of one attempt on one replica, as far as bytes have passed, and what it says about the replica.
 
-Written by `attempt.py` and `relay.py` as bytes pass; read where something is decided (`failover.py`).
+`attempt.py` and `relay.py` write it as bytes pass; `failover.py` decides by it.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from phalanx.gateway.dispatch.dispatcher import Grant
 from phalanx.gateway.relay.event_reader import EventReader
 from phalanx.gateway.relay.transcript import Transcript
 
-QUIET_S = 0.5  # of a stream, after which its replica is checked: most steps are shorter
+QUIET_S = 0.5  # without a byte of a stream, after which its replica is checked: most steps are shorter
 
 
 class BufferedResponse(Struct, frozen=True):
-    """An answer that has come whole; nothing of it is sent yet."""
+    """An answer that has come whole; nothing of it has been sent yet."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes
     is_final: bool = False  # the replica says that no other one would answer better
-    fault: str = ""  # it is no client's matter: what a client is told instead
+    fault: str = ""  # the error that the client gets in place of the answer
 
 
 class Traffic(Struct, eq=False):
     """See the module's docstring. Times are the loop's."""
 
     grant: Grant
-    admin_key: str | None  # with which the request is sent; None: without one
-    transcript: Transcript | None  # where the replica's records go; None: it is asked for none
+    admin_key: str | None  # sent with the request
+    transcript: Transcript | None  # of the replica's records; None: it is asked for none
     last_byte: float  # when the last one came or was passed on, or the attempt began
     reader: EventReader | None  # of a stream, once the answer is known to be one
     has_begun: bool = False  # a byte of the answer has come
     is_sent: bool = False  # the replica may be computing
-    is_unreachable: bool = False  # it gave no connection, which is no client's doing
+    is_unreachable: bool = False  # it gave no connection, for which the request is not the cause
     is_reused: bool = False  # the connection has served a request before
-    was_held: bool = False  # by a client that reads slowly: its replica may have given up for that
-    is_relaying: bool = False  # the client is written to: the replica is not waited for
+    was_held: bool = False  # by a client that reads slowly, for which its replica may have given up
+    is_relaying: bool = False  # waiting for the client, not for the replica
     passed_at: float | None = None  # when the last piece was written to the client
 
     @property
@@ -58,7 +58,7 @@ class Traffic(Struct, eq=False):
         return is_quiet and self.can_move and not self.is_relaying
 
     def silence(self, stream_timeout_s: float, now: float) -> str:
-        """Why nothing more is expected of this attempt, as a predicate; empty if something is."""
+        """Why this attempt is over, as a predicate; empty if it is not."""
         health = self.grant.replica.health
         if health.is_lost(self.last_byte):
             return f"is down ({health.reason})"
@@ -66,9 +66,9 @@ class Traffic(Struct, eq=False):
         return f"sent nothing for {stream_timeout_s:g} s" if is_late else ""
 
     def standstill(self, check_timeout_s: float, now: float) -> str:
-        """Why a replica computes nothing of this attempt though it may again, as a predicate; empty if it does."""
+        """Why this attempt makes no progress, though it may again, as a predicate; empty if it does."""
         health = self.grant.replica.health
-        if self.reader is None and health.determinism_key and not self.has_begun:  # what is no stream comes as a whole
+        if self.reader is None and health.determinism_key and not self.has_begun:  # an answer that is not a stream
             since = health.refused_since
             return "says that it cannot serve" if since is not None and self.last_byte < since else ""
         if self.reader is None or not self.can_move:

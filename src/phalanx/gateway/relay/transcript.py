@@ -1,6 +1,6 @@
-"""What the client of one stream has, in tokens, as the records of its replicas have told (`http/stream_records.py`).
+"""The tokens that the client of one stream has, from its replicas' records (`http/stream_records.py`).
 
-With it another replica continues the stream.
+Another replica continues the stream from them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ def _no_tokens() -> array[int]:
 
 
 def _ids(tokens: list[int]) -> array[int]:
-    """Token ids, small.
+    """Token ids, in 4 bytes each.
 
     Raises:
-        MalformedAnswer: they cannot be a token's.
+        MalformedAnswer: a number is out of range.
     """
     try:
         return array("I", tokens)
     except OverflowError as error:
-        raise MalformedAnswer("a record has numbers that are no token's") from error
+        raise MalformedAnswer("a record has numbers that are not token ids") from error
 
 
 class _Kept(Struct):
@@ -44,24 +44,24 @@ class Transcript:
     """See the module's docstring.
 
     Args:
-        most: tokens and log-probabilities of all choices, and choices; a stream with more is kept no longer, so that it
-            cannot go on elsewhere. A prompt that has no room beside them is not kept.
+        max_items: tokens and log-probabilities of all choices, and choices. A longer stream is dropped, so that it
+            cannot move. A prompt that does not fit beside them is dropped.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_items: int) -> None:
+        self._max_items = max_items
         self._choices: dict[int, _Kept] = {}
         self._prompt = _no_tokens()  # of `start`, which then has none
         self.start: Start | None = None
-        """What the first record said, or the last one that said it again; without the prompt."""
+        """Of the latest record that had one; without the prompt."""
         self._size = 0
         self.n_tokens = 0
-        """Of the answer, as all records count them, also of what is kept no longer."""
+        """Of the answer in all records, also after the stream was dropped."""
 
     @property
     def is_kept(self) -> bool:
         """Whether another replica can continue the stream."""
-        return self.start is not None and self._size <= self._most
+        return self.start is not None and self._size <= self._max_items
 
     @property
     def determinism_key(self) -> str:
@@ -69,17 +69,17 @@ class Transcript:
         return self.start.determinism_key if self.start is not None else ""
 
     def note(self, record: StreamRecord) -> None:
-        """Take in what a record says; all of it or, where it raises, nothing.
+        """Take in a record. Changes nothing if it raises.
 
         Raises:
-            MalformedAnswer: it contradicts those before.
+            MalformedAnswer: it contradicts earlier records.
         """
-        if self._size > self._most:
+        if self._size > self._max_items:
             self.n_tokens += sum(len(choice.tokens) for choice in record.choices)
             return
         start = record.start or self.start
         if start is None:
-            raise MalformedAnswer("its first record does not say how the answer begins")
+            raise MalformedAnswer("its first record has no start")
         prompt = _ids(start.prompt)
         news = {choice.index: self._tokens(choice) for choice in record.choices}
         if len(news) < len(record.choices):
@@ -89,13 +89,13 @@ class Transcript:
         self.n_tokens += sum(map(len, news.values()))
         for choice in record.choices:
             self._add(choice, news[choice.index])
-        if self._size + len(self._prompt) > self._most:
-            self._prompt = _no_tokens()  # the stream can go on all the same, if not exactly
-        if self._size > self._most:
+        if self._size + len(self._prompt) > self._max_items:
+            self._prompt = _no_tokens()  # the stream can still continue, if not exactly
+        if self._size > self._max_items:
             self._choices.clear()
 
     def resume(self, *, next_number: int, timeout_s: float, moves: int) -> Resume:
-        """What the next replica gets; `is_kept` must hold. The arguments are those of `Resume`."""
+        """The `Resume` for the next replica, with these fields; `is_kept` must hold."""
         assert self.start is not None and self.is_kept
         choices = [
             RecordedChoice(
@@ -107,14 +107,14 @@ class Transcript:
         return Resume(start=start, choices=choices, next_number=next_number, timeout_s=timeout_s, moves=moves)
 
     def _tokens(self, choice: RecordedChoice) -> array[int]:
-        """The tokens that a record has of a choice.
+        """A choice's tokens in a record.
 
         Raises:
-            MalformedAnswer: there can be none.
+            MalformedAnswer: the choice cannot have any.
         """
         kept = self._choices.get(choice.index)
         if choice.index < 0 or (kept is not None and kept.ended is not None):
-            raise MalformedAnswer(f"a record goes on with choice {choice.index}, which is over or none")
+            raise MalformedAnswer(f"a record continues choice {choice.index}, which has ended or cannot exist")
         return _ids(choice.tokens)
 
     def _add(self, choice: RecordedChoice, tokens: array[int]) -> None:

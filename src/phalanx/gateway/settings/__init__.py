@@ -1,1 +1,1 @@
-"""What an operator sets: flags, keys and limits of clients, replicas, files that are watched."""
+"""An operator's settings: flags, clients' keys and limits, replicas, watched files."""

@@ -1,4 +1,4 @@
-"""Which clients are served: keys of flags and of the file, and the limits of each."""
+"""The accepted API keys, from flags and the file, and the limits of each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Clients:
     """See the module's docstring.
 
     Args:
-        keys: of flags; without limits.
+        keys: from flags; they have no limits.
     """
 
     def __init__(self, keys: Sequence[str], clock: Callable[[], float]) -> None:
@@ -25,7 +25,7 @@ class Clients:
         self.need_key = bool(keys)
 
     def set_named(self, named: Sequence[NamedKey]) -> None:
-        """The keys of the file, from now on."""
+        """Replace the keys of the file."""
         self._accepted = ApiKeys([*self._keys, *(key.key for key in named)])
         self._names = {owner_of(key.key): key.name for key in named}
         self._meter.set_limits({owner_of(key.key): key.limits for key in named})
@@ -35,7 +35,7 @@ class Clients:
         """The owner of the key in these headers; "" if no key is needed.
 
         Raises:
-            InvalidApiKey: none, or one that is not accepted.
+            InvalidApiKey: there is no key, or it is not accepted.
         """
         return self._accepted.owner(headers)
 
@@ -44,19 +44,19 @@ class Clients:
         return self._accepted.may_see_details(headers)
 
     def name(self, owner: str) -> str:
-        """What the file calls an owner, for the log."""
+        """The owner's name in the file, for the log."""
         return self._names.get(owner, owner[:8] or "-")
 
     def begin(self, owner: str) -> KeyUse:
         """A request begins; `end` must follow.
 
         Raises:
-            RateLimited: the key has had its share.
+            RateLimited: the key is at a limit.
         """
         return self._meter.begin(owner, self._clock())
 
     def reserve(self, use: KeyUse, n_tokens: int, rows: int) -> None:
-        """A request is expected to take so many tokens, of prompt and answers, and asks for so many answers.
+        """Reserve the tokens (of prompt and answers) and the answers that a request is expected to need.
 
         Raises:
             RateLimited, InvalidRequest: its key has no room for them; see `KeyMeter.reserve`.
@@ -64,5 +64,5 @@ class Clients:
         self._meter.reserve(use, n_tokens, self._clock(), rows=rows)
 
     def end(self, use: KeyUse, n_tokens: int) -> None:
-        """A request is over, and took so many tokens."""
+        """A request has ended; it took so many tokens."""
         self._meter.end(use, n_tokens, self._clock())

@@ -1,4 +1,4 @@
-"""What each API key may have at once and in a minute."""
+"""Limits per API key: concurrent requests, requests per minute, tokens per minute."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class KeyLimits(Struct, frozen=True, kw_only=True):
 
 
 class _Bucket:
-    """An allowance of so many a minute. It may be overdrawn: all that an answer costs is known at its end."""
+    """A token bucket, refilled per minute. It may be overdrawn: an answer's cost is known only at its end."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self.per_minute = per_minute
@@ -26,7 +26,7 @@ class _Bucket:
         self._at = now
 
     def left(self, now: float) -> float:
-        """What is left. Changes state only in that time passes."""
+        """The level, refilled for the time since the last call."""
         self._left = min(self.per_minute, self._left + max(0.0, now - self._at) * self.per_minute / 60)
         self._at = now
         return self._left
@@ -39,7 +39,7 @@ class _Bucket:
 
 
 class KeyUse(Struct):
-    """One request's part of what its key may have, from `KeyMeter.begin` to `KeyMeter.end`."""
+    """One request's use of its key's limits, from `KeyMeter.begin` to `KeyMeter.end`."""
 
     owner: str
     tokens: _Bucket | None  # None: there is no limit
@@ -48,10 +48,10 @@ class KeyUse(Struct):
 
 
 class KeyMeter:
-    """Counts what each key's owner has, against its limits.
+    """Counts each key owner's use against its limits.
 
     Args:
-        limits: owner -> limits; owners that are not there have none.
+        limits: owner -> limits; other owners are unlimited.
     """
 
     def __init__(self, limits: dict[str, KeyLimits]) -> None:
@@ -61,7 +61,7 @@ class KeyMeter:
         self._tokens: dict[str, _Bucket] = {}
 
     def set_limits(self, limits: dict[str, KeyLimits]) -> None:
-        """Take other limits. A bucket whose size stays keeps what is left in it; those of other owners go."""
+        """Replace the limits. A bucket of unchanged size keeps its level; buckets of removed owners go."""
         self._limits = limits
         for buckets in (self._requests, self._tokens):
             for owner in buckets.keys() - limits.keys():
@@ -71,30 +71,30 @@ class KeyMeter:
         """A request of this owner begins; `end` must follow.
 
         Raises:
-            RateLimited: names the limit; `retry_after` is when it will be met, as far as is known.
+            RateLimited: names the limit; `retry_after` estimates when there is room again.
         """
         limits = self._limits.get(owner) or KeyLimits()
         if limits.max_in_flight is not None and self._in_flight[owner] >= limits.max_in_flight:
-            said = f"This key may have {limits.max_in_flight} requests at once (max_in_flight in --keys)."
-            raise RateLimited(said, retry_after=1.0)
+            message = f"This key may have {limits.max_in_flight} requests at once (max_in_flight in --keys)."
+            raise RateLimited(message, retry_after=1.0)
         requests = _bucket(self._requests, owner, limits.requests_per_minute, now)
         if requests is not None and (wait := requests.seconds_until(1, now)) > 0:
-            said = f"This key may send {requests.per_minute} requests a minute (requests_per_minute in --keys)."
-            raise RateLimited(said, retry_after=wait)
+            message = f"This key may send {requests.per_minute} requests a minute (requests_per_minute in --keys)."
+            raise RateLimited(message, retry_after=wait)
         tokens = _bucket(self._tokens, owner, limits.tokens_per_minute, now)
         if tokens is not None and (wait := tokens.seconds_until(1, now)) > 0:
-            said = f"This key may use {tokens.per_minute} tokens a minute (tokens_per_minute in --keys)."
-            raise RateLimited(said, retry_after=wait)
+            message = f"This key may use {tokens.per_minute} tokens a minute (tokens_per_minute in --keys)."
+            raise RateLimited(message, retry_after=wait)
         if requests is not None:
             requests.take(1, now)
         self._in_flight[owner] += 1
         return KeyUse(owner, tokens)
 
     def reserve(self, use: KeyUse, n_tokens: int, now: float, *, rows: int = 1) -> None:
-        """Take the tokens and rows that a request is expected to need, so that others of its key find what is left.
+        """Take the tokens and rows that a request is expected to need from its key's limits.
 
         Raises:
-            RateLimited: there is no room for them. A request that needs more tokens than a minute brings gets all.
+            RateLimited: there is no room. A request for more than a minute's tokens takes all of them.
             InvalidRequest: it asks for more answers than its key may have at once.
         """
         self._take_rows(use, rows)
@@ -111,24 +111,26 @@ class KeyMeter:
         use.n_reserved = n_tokens
 
     def _take_rows(self, use: KeyUse, rows: int) -> None:
-        most = (self._limits.get(use.owner) or KeyLimits()).max_in_flight
-        if most is not None and rows > most:
-            message = f"This key may have {most} requests at once. Each answer counts as one; this one asks for {rows}."
-            raise InvalidRequest(message, param="n")
+        limit = (self._limits.get(use.owner) or KeyLimits()).max_in_flight
+        if limit is not None and rows > limit:
+            raise InvalidRequest(
+                f"This key may have {limit} requests at once. Each answer counts as one; this one asks for {rows}.",
+                param="n",
+            )
         more = rows - use.rows
-        if most is not None and more and self._in_flight[use.owner] + more > most:
+        if limit is not None and more and self._in_flight[use.owner] + more > limit:
             raise RateLimited(
-                f"This key may have {most} requests at once (max_in_flight in --keys), as which each answer counts.",
+                f"This key may have {limit} requests at once (max_in_flight in --keys). Each answer counts as one.",
                 retry_after=1.0,
             )
         self._in_flight[use.owner] += more
         use.rows = rows
 
     def end(self, use: KeyUse, n_tokens: int, now: float) -> None:
-        """A request that `begin` let in is over, however it ended.
+        """End a request that `begin` admitted, however it ended.
 
         Args:
-            n_tokens: that it took, of prompt and answer; they replace the reserved ones.
+            n_tokens: of prompt and answer; they replace the reserved ones.
         """
         self._in_flight[use.owner] -= use.rows
         if not self._in_flight[use.owner]:
@@ -138,7 +140,7 @@ class KeyMeter:
 
 
 def _bucket(buckets: dict[str, _Bucket], owner: str, per_minute: int | None, now: float) -> _Bucket | None:
-    """The owner's bucket; a new one where the limit is another than before."""
+    """The owner's bucket; a new one if the limit has changed."""
     if per_minute is None:
         buckets.pop(owner, None)
         return None

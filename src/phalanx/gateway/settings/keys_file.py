@@ -1,9 +1,9 @@
 """API keys with limits each, from a file. The file's text is given.
 
 [[key]]
-name = "ci"                      # in the log
+name = "ci"                      # for the log
 key = "..."
-max_in_flight = 4                # each answer (`n`, each prompt) is one. The three limits: none unless given
+max_in_flight = 4                # each answer (`n`, each prompt) counts. The three limits are optional
 requests_per_minute = 60
 tokens_per_minute = 100000
 """
@@ -42,7 +42,7 @@ def parse_keys(text: str, file: str) -> tuple[NamedKey, ...]:
     """The keys of a file.
 
     Raises:
-        ConfigError: names file, line and what is wrong; then nothing of the file counts.
+        ConfigError: names file, line and what is wrong; the whole file is refused.
     """
     found: dict[str, NamedKey] = {}
     for table, line in parse_tables(text, "key", _Table, file):

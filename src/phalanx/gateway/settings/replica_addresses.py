@@ -1,7 +1,7 @@
-"""Which addresses a replica may have that the admin API adds.
+"""Addresses that the admin API may not give a replica: protection against SSRF.
 
-At fixed addresses clouds tell a machine its own secrets, for which an admin of the gateway could ask through it. A file
-and flags may name any address: Thunderbolt networks use 169.254.0.0/16.
+Clouds serve a machine's credentials at fixed addresses, where a holder of the admin key could read them through the
+gateway. The file and flags may name any address: Thunderbolt networks use 169.254.0.0/16.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ METADATA = frozenset(
         ("100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:ec2::254", "fd20:ce::254", "fd00:42::42"),
     )
 )
-"""Alibaba's, Azure's, Oracle's, Amazon's, Google's and Scaleway's beside the link-local ones."""
+"""Metadata services that are not link-local: Alibaba's, Azure's, Oracle's, Amazon's, Google's and Scaleway's."""
 
 
 NAT64 = tuple(map(ipaddress.IPv6Network, ("64:ff9b::/96", "64:ff9b:1::/48", "::/96")))
@@ -22,11 +22,11 @@ NAT64 = tuple(map(ipaddress.IPv6Network, ("64:ff9b::/96", "64:ff9b:1::/48", "::/
 
 
 def address_fault(address: str) -> str:
-    """What is wrong with an address that is connected to, in words; empty if nothing is."""
+    """Why this address is refused; empty if it is not."""
     try:
         found = ipaddress.ip_address(address)
     except ValueError:  # for example 2852039166, which the system takes for 169.254.169.254
-        return f"{address} is not an address as it is usually written"
+        return f"{address} is not an address in its usual form"
     if isinstance(found, ipaddress.IPv6Address):
         found = (
             found.ipv4_mapped or found.sixtofour or _ipv4_in(found) or ipaddress.IPv6Address(int(found))

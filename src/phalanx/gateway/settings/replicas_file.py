@@ -1,12 +1,12 @@
 """The replicas that a user names, by URLs or in a file. The file's text is given.
 
 [[replica]]
-name = "studio"                  # in messages, metrics and the admin API
+name = "studio"                  # for messages, metrics and the admin API
 url = "http://10.0.0.5:8000"
-weight = 2.0                     # of its share; 1 unless given
-max_in_flight = 16               # unless given: what its /health says, else 1
+weight = 2.0                     # relative share of requests; default 1
+max_in_flight = 16               # default: the limit in its /health, else 1
 key = "..."                      # API key that it asks for
-admin_key = "..."                # with which its streams can go on elsewhere, and it keeps clients' keys apart
+admin_key = "..."                # its --admin-key: its streams can move, and it keeps clients' keys apart
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class ReplicaSpec(Struct, frozen=True, kw_only=True):
 
     name: str
     url: str  # without /v1 and without a slash at the end
-    weight: float = 1.0  # of its share, relative to others
-    max_in_flight: int | None = None  # None: what its /health says, else `ALONE`
+    weight: float = 1.0  # relative share of requests
+    max_in_flight: int | None = None  # None: the limit in its /health, else `ALONE`
     key: str | None = None  # API key that it asks for
-    admin_key: str | None = None  # for records of its streams, with which another goes on, and for owners
+    admin_key: str | None = None  # its --admin-key, for records of its streams and for owners
     by_api: bool = False  # the admin API added it: it gets no keys but its own, and some addresses are refused
 
 
@@ -52,7 +52,7 @@ class ReplicaFields(Struct, kw_only=True, forbid_unknown_fields=True):
     admin_key: str | None = None
 
     def spec(self, keys: DefaultKeys) -> ReplicaSpec:
-        """The replica, checked; `keys` are for one that names none.
+        """The replica, checked; `keys` are the defaults.
 
         Raises:
             ConfigError: says what is wrong with its name, URL or keys.
@@ -61,14 +61,14 @@ class ReplicaFields(Struct, kw_only=True, forbid_unknown_fields=True):
         return make_spec(self.name, self.url, weight=self.weight, max_in_flight=self.max_in_flight, keys=own)
 
     def spec_by_api(self) -> ReplicaSpec:
-        """The replica as the admin API adds it, checked: whoever has that API's key gets no key of other replicas.
+        """The replica as the admin API adds it, checked and without default keys: see `admin.py`.
 
         Raises:
             ConfigError: as of `spec`, or its URL has an address that is refused.
         """
         spec = replace(self.spec(DefaultKeys()), by_api=True)
         host = urlsplit(spec.url).hostname or ""
-        with suppress(ValueError):  # a name: what it stands for is known when it is connected to
+        with suppress(ValueError):  # a name, whose address is checked when it is connected to
             ipaddress.ip_address(host)
             if fault := address_fault(host):
                 raise ConfigError(f"{spec.url}: {fault}.")
@@ -76,7 +76,7 @@ class ReplicaFields(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class DefaultKeys(Struct, frozen=True):
-    """The keys of replicas that have none of their own; see `ReplicaSpec`."""
+    """Keys for replicas without keys of their own; see `ReplicaSpec`."""
 
     key: str | None = None
     admin_key: str | None = None
@@ -89,7 +89,7 @@ def parse_replicas(text: str, file: str, *, keys: DefaultKeys = DefaultKeys()) -
         file: its name, for messages.
 
     Raises:
-        ConfigError: names file, line and what is wrong; then nothing of the file counts.
+        ConfigError: names file, line and what is wrong; the whole file is refused.
     """
     specs: dict[str, ReplicaSpec] = {}
     for table, line in parse_tables(text, "replica", ReplicaFields, file):
@@ -148,7 +148,7 @@ def _is_base(url: str) -> bool:
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is no number, or a bracket is open
+    except ValueError:  # the port is not a number, or a bracket is open
         return False
     blank = not url.isprintable() or " " in url
     return usable and not blank and not parts.query and not parts.fragment and "@" not in parts.netloc

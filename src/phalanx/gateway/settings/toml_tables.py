@@ -1,4 +1,4 @@
-"""Files of TOML tables of one kind, `[[name]]`: parsed whole, or refused with the line of the fault."""
+"""Parses files of TOML tables of one kind, `[[name]]`; an error names the line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.errors import ConfigError
 
 T = TypeVar("T", bound=Struct)
 BOUND = re.compile(r"Expected `\w+`( of length)? (>=|<=) (\S+)")
-"""What msgspec says of a number that is too small or too large, and of a text that is too short or too long."""
+"""msgspec's message on a number out of range, or a text that is too short or too long."""
 MIN_OR_MAX = {">=": "least", "<=": "most"}
 
 
@@ -23,7 +23,7 @@ def parse_tables(text: str, name: str, kind: type[T], file: str) -> list[tuple[T
 
     Args:
         name: of the tables.
-        kind: what each table is; its fields are the keys that may stand there.
+        kind: type of each table; its fields are the allowed keys.
         file: its name, for messages.
 
     Raises:
@@ -61,11 +61,11 @@ def _parse(table: dict[str, object], kind: type[T], file: str, lines: Sequence[s
     except msgspec.ValidationError as error:
         path = re.search(r"\$\.(\w+)", str(error))
         line = _line_of(lines, rf"\s*{path[1]}\b", at) if path else at + 1
-        said = str(error)
-        if path and (found := BOUND.match(said)):
+        message = str(error)
+        if path and (found := BOUND.match(message)):
             what = f"have at {MIN_OR_MAX[found[2]]} {found[3]} characters" if found[1] else ""
-            said = f"{path[1]!r} has to {what or f'be at {MIN_OR_MAX[found[2]]} {found[3]}'}"
-        raise ConfigError(f"{file}, line {line}: {said}.") from error
+            message = f"{path[1]!r} has to {what or f'be at {MIN_OR_MAX[found[2]]} {found[3]}'}"
+        raise ConfigError(f"{file}, line {line}: {message}.") from error
 
 
 def _line_of(lines: Sequence[str], pattern: str, begin: int) -> int:

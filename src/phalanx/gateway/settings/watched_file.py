@@ -1,4 +1,4 @@
-"""A file that is read again when it changes, or when the user says so. A faulty one changes nothing."""
+"""A file that is reloaded when it changes or on SIGHUP; if it has an error, the last good one stays in use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.errors import ConfigError
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-LARGEST = 1 << 20  # bytes: 10,000 replicas or keys
+MAX_BYTES = 1 << 20  # 10,000 replicas or keys
 
 
 class WatchedFile(Generic[T]):
@@ -43,10 +43,10 @@ class WatchedFile(Generic[T]):
         self._use(self._parse(self._text, str(self._file)))
 
     def reload(self, *, if_changed: bool) -> None:
-        """Read it again; logs what is wrong with it, and then keeps what there is.
+        """Read it again; logs an error in it and keeps the last good one.
 
         Args:
-            if_changed: only where time, size or the file itself has changed since the last look.
+            if_changed: only if its time, size or inode has changed since the last look.
         """
         stamp = self._stamp()
         if if_changed and stamp == self._seen:
@@ -56,7 +56,7 @@ class WatchedFile(Generic[T]):
             text = self._read()
             value = self._parse(text, str(self._file))
         except ConfigError as error:
-            log.error("%s is not used, and nothing changes: %s", self._flag, error)
+            log.error("%s has an error, and the last good file stays in use: %s", self._flag, error)
             return
         if text != self._text:
             self._text = text
@@ -73,11 +73,11 @@ class WatchedFile(Generic[T]):
     def _read(self) -> str:
         try:
             with self._file.open("rb") as file:
-                data = file.read(LARGEST + 1)
+                data = file.read(MAX_BYTES + 1)
         except OSError as error:
             raise ConfigError(f"{self._flag} {self._file} cannot be read: {error.strerror}.") from error
-        if len(data) > LARGEST:
-            raise ConfigError(f"{self._flag} {self._file} is larger than {LARGEST >> 20} MiB.")
+        if len(data) > MAX_BYTES:
+            raise ConfigError(f"{self._flag} {self._file} is larger than {MAX_BYTES >> 20} MiB.")
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError as error:

@@ -1,1 +1,1 @@
-"""From tokens to deltas of an answer; what every dialect's answer is made of."""
+"""Turns tokens into an answer's deltas, the same for every dialect."""

@@ -1,7 +1,6 @@
-"""One choice's text taken apart: content, reasoning and calls, as deltas and as what is remembered of a call.
+"""Splits one choice's text into content, reasoning and calls, and keeps the calls for `CallMemory`.
 
-Numbers the calls, gives each an id, and counts the tokens of the reasoning. Does not know tokens' texts, stop strings
-or the formats of models (`outputs/`).
+Numbers the calls, gives each an id, and counts the tokens of the reasoning. `outputs/` parses the formats of models.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ ID_CHARS = 9  # Mistral's templates refuse every other id; 10**16 of them
 
 
 class AnswerPart(Struct, frozen=True, kw_only=True):
-    """What a further text adds to a choice."""
+    """The new part of a choice."""
 
     text: str = ""
     reasoning: str = ""
@@ -41,7 +40,7 @@ class Written(Struct, frozen=True, kw_only=True):
     """A choice that called tools, as a client may send it back."""
 
     ids: tuple[str, ...]  # of its calls, in order
-    calls: tuple[tuple[str, str], ...]  # name and arguments (JSON) of each
+    calls: tuple[tuple[str, str], ...]  # (name, arguments as JSON) of each
     text: str
     reasoning: str
 
@@ -52,10 +51,10 @@ class Written(Struct, frozen=True, kw_only=True):
 
 
 def call_id(answer: str, choice: int, number: int) -> str:
-    """The id of a choice's call, which a server that goes on with the answer finds again.
+    """The id of a choice's call; a server that continues the answer derives the same one.
 
     Args:
-        answer: its id, which no client can guess.
+        answer: its id, which clients cannot guess.
         number: of the call in its choice.
     """
     digest = hashlib.blake2b(f"{answer}/{choice}/{number}".encode(), digest_size=8).digest()
@@ -68,12 +67,12 @@ class AnswerParts:
 
     Args:
         parser: fresh.
-        one_call: pass over everything after the first call.
+        one_call: ignore everything after the first call.
         id_of: makes the id of the call with this number.
     """
 
     def __init__(self, parser: OutputParser, *, one_call: bool, id_of: Callable[[int], str]) -> None:
-        self.ended = False  # one_call, and there was one
+        self.ended = False  # `one_call`, and there was a call
         self.reasoning_tokens = 0
         self._parser = parser
         self._one_call = one_call
@@ -81,18 +80,18 @@ class AnswerParts:
         self._uncounted = 0  # tokens since the last piece
         self._n_begun = 0
         self._whole: list[CallDelta] = []
-        self._call = CallDelta(index=-1)  # that is being written
-        self._arguments: list[str] = []  # of the call that is being written
+        self._call = CallDelta(index=-1)  # the last one that began
+        self._arguments: list[str] = []  # of that call
         self._text: list[str] = []
         self._reasoning: list[str] = []
 
     def add(self, text: str, n_tokens: int) -> AnswerPart:
-        """What is certain with this text, which so many further tokens brought."""
+        """The parts that are certain with this text, of `n_tokens` further tokens."""
         self._uncounted += n_tokens
         return self._take(self._parser.add(text) if text else [])
 
     def finish(self) -> AnswerPart:
-        """The rest. To be called once, unless `ended`."""
+        """The rest. Call it once, unless `ended`."""
         return self._take(self._parser.finish())
 
     @property
@@ -106,7 +105,7 @@ class AnswerParts:
         return bool(self._whole)
 
     def written(self) -> Written | None:
-        """The choice so far; None without a whole call, or with one that is not."""
+        """The choice so far; None without a whole call, or with a broken one."""
         if not self._whole or len(self._whole) < self._n_begun:
             return None
         return Written(
@@ -153,7 +152,7 @@ class AnswerParts:
         self.ended = self._one_call
 
     def _count(self, pieces: Sequence[Piece]) -> None:
-        """Tokens belong to the piece that they complete: an opening mark to what follows it."""
+        """Tokens belong to the piece that they complete: an opening mark to the piece after it."""
         if pieces:
             if isinstance(pieces[0], ReasoningPiece):
                 self.reasoning_tokens += self._uncounted

@@ -1,9 +1,9 @@
-"""Remembers, by the ids of calls, the tokens of a conversation up to and with the answer that called.
+"""Remembers, by the ids of calls, the tokens of a conversation up to and including the answer that made the calls.
 
-A chat template writes a call in its own words: other blanks, another order of keys, no reasoning. When the conversation
-comes back, its prompt would therefore differ from what the engine computed, and everything after the first difference
-would be computed again. `CallMemory` finds the answer again, and `rendering.py` puts its tokens in the template's
-place. Threads may call all methods.
+A chat template writes a call in a form of its own: other blanks, another order of keys, no reasoning. When the
+conversation comes back, its prompt would therefore differ from the computed one, and everything after the first
+difference would be computed again. `CallMemory` finds the answer again, and `rendering.py` uses its tokens in place of
+the template's text. Threads may call all methods.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ Message = Mapping[str, Any]
 class Turn(Struct, frozen=True):
     """An answer that called tools."""
 
-    before: bytes  # stands for the conversation that it answers; see `digests`
+    before: bytes  # hash of the conversation that it answers; see `digests`
     written: Written
     tokens: array[int]  # the prompt's and the answer's
 
     @property
     def id(self) -> str:
-        """The id by which the answer is found: that of its first call, which no other answer has."""
+        """The id by which the answer is found: its first call's, which is unique."""
         return self.written.ids[0]
 
     @property
     def n_bytes(self) -> int:
-        """What it takes of the memory."""
+        """Its size in the memory."""
         return TURN_BYTES + self.tokens.itemsize * len(self.tokens) + CHAR_BYTES * self.written.n_chars
 
 
 class Recalled(Struct, frozen=True):
-    """A conversation as far as it is remembered."""
+    """The remembered part of a conversation."""
 
     messages: list[dict[str, Any]]  # with the reasoning that clients do not send back
-    last: tuple[int, Turn] | None  # the last remembered answer to just these messages before it, and its index
+    last: tuple[int, Turn] | None  # (index, answer) of the last remembered answer to exactly the messages before it
     digest: bytes  # of the whole
 
 
@@ -58,7 +58,7 @@ class CallMemory:
     """The last answers with calls of each key.
 
     Args:
-        owner_bytes: that the answers of one key may take; older ones make way.
+        owner_bytes: limit for the answers of one key; the oldest are dropped.
     """
 
     def __init__(self, owner_bytes: int = OWNER_BYTES) -> None:
@@ -68,7 +68,7 @@ class CallMemory:
         self._bytes: dict[str, int] = {}
 
     def remember(self, owner: str, turn: Turn) -> None:
-        """Keep an answer, unless it is larger than all may be together."""
+        """Keep an answer, unless it alone exceeds the limit."""
         if turn.n_bytes > self._limit:
             return
         with self._lock:
@@ -82,7 +82,7 @@ class CallMemory:
             self._bytes[owner] = taken
 
     def recall(self, owner: str, messages: Sequence[Message], variables: Mapping[str, Any]) -> Recalled:
-        """What is remembered of a conversation that comes back."""
+        """The remembered part of a conversation that comes back."""
         turns = [self._find(owner, message) for message in messages]
         full = [_with_reasoning(message, turn) for message, turn in zip(messages, turns, strict=True)]
         stamps = digests(full, variables)
@@ -90,7 +90,7 @@ class CallMemory:
         return Recalled(full, known[-1] if known else None, stamps[-1])
 
     def _find(self, owner: str, message: Message) -> Turn | None:
-        """The answer that a message of the history is; None if it is unknown, or was changed since."""
+        """The remembered answer that a message of the history repeats; None if it is unknown or was changed."""
         calls = message.get("tool_calls")
         if not calls:
             return None
@@ -104,7 +104,7 @@ class CallMemory:
 
 
 def digests(messages: Sequence[Message], variables: Mapping[str, Any]) -> list[bytes]:
-    """Entry i stands for the first i messages and the template's variables."""
+    """Entry i is a hash of the first i messages and the template's variables."""
     found = [_digest(b"", variables)]
     for message in messages:
         found.append(_digest(found[-1], message))
@@ -116,7 +116,7 @@ def _digest(before: bytes, value: Mapping[str, Any]) -> bytes:
 
 
 def _is_same(message: Message, written: Written) -> bool:
-    """Whether a message of a history is what was answered. Clients strip texts, and leave reasoning out."""
+    """Whether a message of a history is the remembered answer. Clients strip texts, and leave reasoning out."""
     calls = [(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
     answered = [
         (id, name, parse_arguments(arguments)) for id, (name, arguments) in zip(written.ids, written.calls, strict=True)

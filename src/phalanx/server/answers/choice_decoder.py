@@ -1,4 +1,4 @@
-"""From the tokens of one choice to text: incremental decoding, stop strings, log-probabilities.
+"""Turns the tokens of one choice into text: incremental decoding, stop strings, log-probabilities.
 
 Text exists only in the server, so the server finds stop strings. It tells the engine after which token the choice
 stops (`stopped_at`) and clips the tokens that the engine computed meanwhile.
@@ -21,12 +21,12 @@ from phalanx.types import Finished, FinishReason, PromptScored, SequenceRequest,
 class ChoiceDecoder:
     """Takes the events of one choice in order and returns the deltas for the client.
 
-    Stop strings are looked for in the model's own text, before it is taken apart. Log-probabilities are those of every
-    output token, of reasoning and of calls as well.
+    Stop strings are searched in the model's own text, before it is split into parts. Log-probabilities cover every
+    output token, also of reasoning and calls.
 
     Args:
-        parts: takes the text apart; None: all of it is content.
-        marks: special tokens, as ids, whose text `parts` needs.
+        parts: splits the text; None: all of it is content.
+        marks: ids of special tokens whose text `parts` needs.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ChoiceDecoder:
         self._stops = None if stops is None else StopStrings(stops, include=options.include_stop)
         self._n_tokens = 0
         self._n_chars = 0 if echo is None else len(echo)  # of the choice's text, including text that is held back
-        self._n_shown = self._n_chars  # of the choice's text that was sent
+        self._n_shown = self._n_chars  # of them, sent
         self._unsent: deque[ScoredToken] = deque()  # log-probabilities of tokens whose text was not sent yet
         self._tokens: list[int] = []  # with `parts`
         self._limit = options.max_tokens  # 0 (echo only): no generated token is part of the answer
@@ -75,7 +75,7 @@ class ChoiceDecoder:
         return Delta(index=self._index, text=self._echo or "", scored=tuple(scored))
 
     def tokens(self, event: Tokens) -> list[Delta]:
-        """The deltas of new tokens, one for each whose text is not held back; none for tokens after a stop."""
+        """The deltas of new tokens, one for each token whose text is not held back; none after a stop."""
         new: list[Delta] = []
         for i, token in enumerate(event.tokens):
             if self.stopped_at is not None or self._limit == 0:
@@ -100,8 +100,8 @@ class ChoiceDecoder:
             last.append(self._parts.finish())
         return self._delta(last, self._sendable(ended=True), self.ending(event))
 
-    def known_end(self) -> Finished | None:
-        """How the choice has ended, if every token of it was committed before; None if it goes on."""
+    def finished_from_known_tokens(self) -> Finished | None:
+        """How the choice has ended, if all its tokens were known from the start; None if it continues."""
         request, known = self._request, self._request.committed
         if self.stopped_at is not None:
             return Finished(request.id, "stop", self.stopped_at)
@@ -110,10 +110,7 @@ class ChoiceDecoder:
         return Finished(request.id, "length", len(known)) if len(known) >= request.stop.max_tokens else None
 
     def written(self) -> tuple[Written, list[int]] | None:
-        """The choice's calls and its tokens, once it has ended; None where its text is not that of its tokens.
-
-        It has no calls, or a stop string cut it.
-        """
+        """The choice's calls and its tokens, once it has ended; None without calls, or if a stop string cut it."""
         cut = self._stops is not None and self._stops.matched is not None
         written = None if self._parts is None or cut else self._parts.written()
         return None if written is None else (written, self._tokens)
@@ -125,8 +122,8 @@ class ChoiceDecoder:
         detail = self._detail(finished)
         tpot = None
         if timings.first_token is not None and timings.last_token is not None and finished.n_tokens > 1:
-            # This process may receive tokens in a burst if it was busy; the engine's clock restarts with the engine.
-            # Each of the two can only be too short.
+            # A busy process receives tokens in a burst, and the engine's clock restarts with the engine: so each of the
+            # two can only be too short.
             decode_s = max(timings.last_token - timings.first_token, finished.timing.decode_s)
             tpot = decode_s / (finished.n_tokens - 1)
         return ChoiceEnding(
@@ -163,7 +160,7 @@ class ChoiceDecoder:
         return "tool_calls" if self._parts is not None and self._parts.called else "stop"
 
     def _part(self, text: str, *tokens: int) -> AnswerPart:
-        """What the text is, which these tokens brought."""
+        """The parts of the text of these tokens."""
         if self._parts is None:
             return AnswerPart(text=text)
         self._tokens += tokens
@@ -187,7 +184,7 @@ class ChoiceDecoder:
         )
 
     def _detail(self, finished: Finished) -> str:
-        """What a client cannot see from the reason."""
+        """Details of the ending beyond its reason."""
         detail = finished.detail
         if finished.reason == "timeout":
             asked = self._options.timeout_s  # None: a gateway has set it
@@ -198,7 +195,7 @@ class ChoiceDecoder:
         return f"{detail} {broken}".strip()
 
     def _clamped(self) -> str:
-        """What to say of a max_tokens that was lowered; empty if it was not."""
+        """The note on a lowered max_tokens; empty if it was not lowered."""
         wanted, given = self._options.max_tokens, self._request.stop.max_tokens
         if wanted is None or wanted <= given:
             return ""
@@ -216,7 +213,7 @@ class ChoiceDecoder:
         return self._show(text)
 
     def _show(self, text: str) -> str:
-        """The part of the text so far that can be sent now. Stop strings count only after `min_tokens` tokens."""
+        """The text that can be sent now. Stop strings count only after `min_tokens` tokens."""
         if self._stops is None or self._n_tokens <= self._options.min_tokens:
             return self._count(text)
         shown = self._stops.add(text, self._n_tokens)
@@ -229,10 +226,10 @@ class ChoiceDecoder:
         return shown
 
     def _sendable(self, *, ended: bool = False) -> tuple[ScoredToken, ...]:
-        """Log-probabilities that can be sent now: they end where the text ends.
+        """Log-probabilities that can be sent now: those of the text that was sent.
 
-        With stop strings, those of a token that begins in text that was sent; of the last tokens, only once it is clear
-        that no stop string cuts them off. A token without text, or with a part of a character, belongs to what follows.
+        With stop strings, a token's are sent if it begins in text that was sent; those of the last tokens only once no
+        stop string can cut them off. A token without text, or with a part of a character, belongs to the next text.
         """
         everything = self._stops is None or (ended and self.stopped_at is None)
         sendable = []

@@ -1,6 +1,6 @@
-"""What an answer consists of, the same for every dialect: deltas, endings, usage.
+"""The parts of an answer, the same for every dialect: deltas, endings, usage.
 
-A dialect (`dialects/`) writes them as the JSON that its clients expect.
+A dialect (`dialects/`) writes them as JSON for its clients.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ChoiceEnding(Struct, frozen=True, kw_only=True):
     reason: Literal["stop", "length", "tool_calls"]
     detail: str = ""
     stop_string: str | None = None  # that ended the choice
-    context_full: bool = False  # there was no room for as many tokens as the client allowed
+    context_full: bool = False  # the context had no room for as many tokens as the client allowed
     n_tokens: int
     cached_tokens: int
     drafted_tokens: int = 0
@@ -47,13 +47,13 @@ class ChoiceEnding(Struct, frozen=True, kw_only=True):
 
 
 class CallDelta(Struct, frozen=True, kw_only=True):
-    """The new part of a call: its id and name in the first one, and a further fragment of its arguments (JSON)."""
+    """The new part of a call: its id and name in the first delta, and a fragment of its arguments (JSON)."""
 
     index: int  # of the call, among those of its choice
     id: str = ""
     name: str = ""
     arguments: str = ""
-    broken: bool = False  # the call is void; a stream has sent its fragments so far
+    broken: bool = False  # the call is invalid; a stream has sent its fragments so far
 
 
 class Delta(Struct, frozen=True, kw_only=True):
@@ -97,11 +97,11 @@ class Usage(Struct, frozen=True):
     completion: int
     cached: int | None = None  # prompt tokens from the prefix cache; None: not known before the end
     predicted: tuple[int, int] | None = None  # accepted and rejected draft tokens, if the client asked for them
-    reasoning: int | None = None  # output tokens of reasoning; None: not of a model that writes any
+    reasoning: int | None = None  # output tokens of reasoning; None for a model without
 
 
 class ResponseHead(Struct, frozen=True):
-    """What is known of an answer before it begins."""
+    """Properties of an answer that are known before it begins."""
 
     id: str
     created: int
@@ -109,11 +109,11 @@ class ResponseHead(Struct, frozen=True):
     logprobs: bool
     usage_at_end: bool = False  # a stream's last chunk has the usage of the whole request
     null_usage: bool = False  # write `usage: null` into the chunks before that one
-    moves: int = 0  # between servers, if not all of them compute the same; the stream's end says so
+    moves: int = 0  # between servers, unless all compute the same tokens; reported at the stream's end
 
 
 def moves_json(head: ResponseHead) -> dict[str, Any]:
-    """The `phalanx` extension at the end of a stream that went on where the same tokens were not certain."""
+    """The `phalanx` extension at the end of a stream that moved to a server of another determinism key."""
     return {"phalanx": {"moves": head.moves, "exact": False}} if head.moves else {}
 
 

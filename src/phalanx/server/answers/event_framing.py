@@ -1,4 +1,4 @@
-"""Server-sent events: how they are written, and comments that keep a client waiting."""
+"""Writes server-sent events, and keep-alive comments."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 _LINE_ENDS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\x85\u2028\u2029"}
-"""Characters that JSON may contain, but that many clients take for the end of a line (httpx does: `str.splitlines`)."""
+"""Line separators that JSON may contain, but many clients split at (httpx does: `str.splitlines`)."""
 
 
 def one_line(payload: object) -> bytes:
-    """JSON that no client takes for more than one line."""
+    """JSON on one line for every client."""
     data = to_json(payload)
     for char, escaped in _LINE_ENDS.items():
         data = data.replace(char, escaped)

@@ -1,4 +1,4 @@
-"""The generation of one request's answer: reads its output queue, decodes every choice, counts its tokens.
+"""Generates one request's answer: reads its output queue, decodes every choice, counts its tokens.
 
 Yields deltas (text, scored tokens, endings) that `endpoints/generating.py` streams or collects.
 """
@@ -23,21 +23,21 @@ from phalanx.text.tokenizer import StopAutomaton, Tokenizer
 from phalanx.types import PromptScored, SequenceRequest, Tokens
 
 KINDS = (attrgetter("reasoning"), attrgetter("text"), attrgetter("calls"))
-"""What a delta may have, in the order in which formats write it."""
-WRITTEN_AT_ONCE = 1 << 18  # prompt tokens of choices that are written to the engine in one go, in 5 ms
+"""The fields of a delta, in the order in which formats write them."""
+WRITTEN_AT_ONCE = 1 << 18  # prompt tokens of choices that are written to the engine in one call, in 5 ms
 
 Watch = Callable[[int, Event | None, int], None]
-"""Is told of each event that a choice's decoder took in (None: its echoed prompt), and its output tokens until then."""
+"""Called with each event that a choice's decoder took in (None: its echoed prompt), and its output tokens so far."""
 
 
 class ParserConfig(Struct, frozen=True, kw_only=True):
-    """How the text of a request's choices is taken apart."""
+    """How the text of a request's choices is parsed."""
 
     parser: Callable[[], OutputParser | None]  # makes one; None: all text is content
-    marks: frozenset[int]  # special tokens that it has to see as text
+    marks: frozenset[int]  # ids of special tokens whose text it needs
     one_call: bool  # a choice ends with its first call
-    reasons: bool  # the model may write reasoning, so that its tokens are reported
-    remember: Callable[[Written, list[int]], None] | None = None  # is told of each choice with calls, and its tokens
+    reasons: bool  # the model may write reasoning, whose tokens are then reported
+    remember: Callable[[Written, list[int]], None] | None = None  # called with each choice with calls, and its tokens
 
 
 class Generation:
@@ -45,8 +45,8 @@ class Generation:
 
     Args:
         id: of the answer.
-        reading: how the choices' text is taken apart; None: all of it is content.
-        watch: is told what the deltas are made of.
+        parser_config: of the choices' text; None: all of it is content.
+        watch: called with the events that the deltas are made of.
     """
 
     def __init__(
@@ -57,15 +57,15 @@ class Generation:
         echoes: Sequence[str | None],
         *,
         id: str,
-        reading: ParserConfig | None = None,
+        parser_config: ParserConfig | None = None,
         watch: Watch | None = None,
     ) -> None:
         self._options = options
         self._requests = requests
-        self._reading = reading
+        self._parser_config = parser_config
         self._watch = watch
         stops = StopAutomaton(options.stop_strings) if options.stop_strings else None
-        marks = frozenset[int]() if reading is None else reading.marks
+        marks = frozenset[int]() if parser_config is None else parser_config.marks
         self._decoders = [
             ChoiceDecoder(
                 tokenizer, options, request, index, echoes[index // options.n], stops, self._parts(id, index), marks
@@ -76,21 +76,21 @@ class Generation:
         self._slots: RequestSlots | None = None
 
     def take(self, events: Iterable[tuple[int, Event | None]]) -> list[Delta]:
-        """What the next events of choices show; None: a choice's prompt, if it is echoed and was not taken yet."""
+        """The deltas of the next events of choices; None is a choice's echoed prompt, if it was not taken yet."""
         return merge([delta for index, event in events for delta in self._take(index, event)])
 
     async def begin(self, slots: RequestSlots) -> None:
-        """Submit the choices to the engine, but those that need no further token.
+        """Submit to the engine the choices that need further tokens.
 
         Raises:
             EngineUnavailable: the engine went down meanwhile.
-            QueueFull: there is no memory for the prompts.
+            QueueFull: there is no room for the prompts.
         """
         slots.hold_prompts(sum(len(request.prompt) for request in self._requests))
         self._slots = slots
         n_tokens = 0
         for index, request in enumerate(self._requests):
-            if index in self._endings or self._decoders[index].known_end() is not None:
+            if index in self._endings or self._decoders[index].finished_from_known_tokens() is not None:
                 continue
             slots.submit([request], index)
             n_tokens += len(request.prompt)
@@ -99,16 +99,17 @@ class Generation:
                 n_tokens = 0
 
     def opening(self) -> Iterator[Delta]:
-        """The deltas that exist already: echoed prompts, and endings of choices that are known whole."""
+        """The deltas that exist already: echoed prompts, and endings of choices that have all their tokens."""
         for index, decoder in enumerate(self._decoders):
             yield from self._take(index, None)
-            if index not in self._endings and (finished := decoder.known_end()) is not None:
+            if index not in self._endings and (finished := decoder.finished_from_known_tokens()) is not None:
                 yield from self._take(index, StreamEnd(finished, Timings(0.0)))
 
     async def deltas(self, keepalive_s: float | None) -> AsyncGenerator[list[Delta]]:
-        """Yield new deltas, those of each choice in order; an empty list where something else has happened.
+        """Yield new deltas, those of each choice in order.
 
-        Nothing is shown of new tokens, or the engine is gone or back, or `keepalive_s` seconds have passed.
+        A list is empty if new tokens have no text yet, the engine is down or back, or `keepalive_s` seconds have
+        passed.
 
         Raises:
             PhalanxError: the request failed.
@@ -200,26 +201,26 @@ class Generation:
         return delta
 
     def _parts(self, id: str, index: int) -> AnswerParts | None:
-        if self._reading is None or (parser := self._reading.parser()) is None:
+        if self._parser_config is None or (parser := self._parser_config.parser()) is None:
             return None
-        return AnswerParts(parser, one_call=self._reading.one_call, id_of=partial(call_id, id, index))
+        return AnswerParts(parser, one_call=self._parser_config.one_call, id_of=partial(call_id, id, index))
 
     def _reasoning_tokens(self) -> int | None:
-        if self._reading is None or not self._reading.reasons:
+        if self._parser_config is None or not self._parser_config.reasons:
             return None
         return sum(decoder.reasoning_tokens for decoder in self._decoders)
 
     def _remember(self, decoder: ChoiceDecoder) -> None:
-        if self._reading is not None and self._reading.remember is not None:
+        if self._parser_config is not None and self._parser_config.remember is not None:
             if (written := decoder.written()) is not None:
-                self._reading.remember(*written)
+                self._parser_config.remember(*written)
 
 
 def merge(deltas: Sequence[Delta]) -> list[Delta]:
     """Join the consecutive deltas of each choice, so that a client that reads slowly gets fewer and longer chunks.
 
-    A client is shown the same in the same order, whichever deltas come together: else a server that goes on with
-    another's stream could not know what the client has seen.
+    The joined output is the same, however deltas are grouped: otherwise a server that continues another's stream could
+    not know what the client has.
     """
     by_index: dict[int, list[list[Delta]]] = {}
     for delta in deltas:
@@ -232,9 +233,9 @@ def merge(deltas: Sequence[Delta]) -> list[Delta]:
 
 
 def _joins(before: Delta, after: Delta) -> bool:
-    """Whether a delta of both says the same: it is written in the order reasoning, text, calls.
+    """Whether one delta of both is written alike: the order is reasoning, text, calls.
 
-    Log-probabilities belong to the text beside them. A call that was shown is not void from the start.
+    Log-probabilities belong to the text beside them. A call that was shown cannot become invalid from the start.
     """
     if any(call.broken for call in after.calls):
         return False

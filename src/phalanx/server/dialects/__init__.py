@@ -1,1 +1,1 @@
-"""The APIs that clients speak: each one a parser and a formatter around the same requests and deltas."""
+"""The APIs of clients, each a parser and a formatter around the same requests and deltas."""

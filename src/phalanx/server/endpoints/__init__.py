@@ -1,1 +1,1 @@
-"""What answers at each path: completions, information, health."""
+"""The endpoints: completions, information, health."""

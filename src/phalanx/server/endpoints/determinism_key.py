@@ -1,7 +1,7 @@
-"""What decides which tokens a server computes, as one short hash.
+"""A short hash of everything that decides a server's tokens.
 
-Servers with equal hashes give the same tokens for the same request, but for what a batch's other rows change (design:
-Keyed sampling). A gateway moves streams between such servers first.
+Servers with equal keys compute the same tokens for the same request, except for effects of the batch's other rows
+(design: Keyed sampling). A gateway prefers to move streams between such servers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from phalanx.types import ModelInfo
 
 
 def determinism_key_of(config: ServerConfig, served: ApiModel, tokenizer: str) -> Callable[[ModelInfo], str]:
-    """Makes a server's hash, once its model is known.
+    """A function that makes a server's key once its model is known.
 
     Args:
         tokenizer: its fingerprint.

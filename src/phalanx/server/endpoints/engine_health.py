@@ -18,7 +18,7 @@ from phalanx.server.sequences.server_metrics import ServerMetrics
 from phalanx.supervision.client import EngineClient
 from phalanx.types import Batch, EngineStats, Finished, ModelInfo
 
-PING_EVERY_S = 1.0  # while nothing happens: /health and /metrics are at most so old
+PING_EVERY_S = 1.0  # while idle: greatest age of /health and /metrics
 MIN_GAP_S = 0.1  # least time between two pings, however many answers end
 SILENT_S = 15.0  # longer than any step should take; less than the default limit for killing the engine
 
@@ -46,7 +46,7 @@ class EngineHealth:
         self._metrics = metrics
         self._silent_s = min(SILENT_S, stall_s)
         self._ready = asyncio.Event()
-        self._answer_ended = asyncio.Event()  # since the last ping: a new one fetches the counters it changed
+        self._answer_ended = asyncio.Event()  # since the last ping, so a new one fetches the changed counters
         self._stats: EngineStats | None = None
         engine.subscribe(self)
 
@@ -82,7 +82,7 @@ class EngineHealth:
             body |= {"status": "stalled", "reason": f"the engine's loop has not answered for {age:.0f} s"}
         if state.phase == "ready" and (info := self._engine.info) is not None:
             body["determinism_key"] = self._determinism_key(info)
-            stats = self._stats or EngineStats()  # it has just started; without a limit a gateway would give it one
+            stats = self._stats or EngineStats()  # just started; without a limit a gateway would assume 1
             body["requests"] = {"running": stats.running, "waiting": stats.waiting, "limit": self._limit}
         if state.phase == "ready" and self._stats is not None:
             body["ranks"] = [
@@ -110,6 +110,6 @@ class EngineHealth:
         self._stats = None
 
     def on_batch(self, batch: Batch) -> None:
-        """Ping soon if the batch ends a sequence. (A batch is no substitute for a pong: an idle engine sends none.)"""
+        """Ping soon if the batch ends a sequence. (A batch cannot replace a pong: an idle engine sends none.)"""
         if any(isinstance(event, Finished) for event in batch.events):
             self._answer_ended.set()

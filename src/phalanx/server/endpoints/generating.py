@@ -1,7 +1,7 @@
 """The endpoints that generate, of all dialects.
 
-Each request is read, parsed, given slots, tokenised, generated and answered, in this order. Other modules decide: a
-dialect what a field means and how an answer is written, the journal whether there is room.
+Each request is read, parsed, given slots, tokenised, generated and answered, in this order. A dialect interprets fields
+and writes answers; the journal decides whether there is room.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ class GenerationJob(Struct, frozen=True, kw_only=True):
 
     options: Options
     encode: Callable[[int, list[int] | None], Coroutine[Any, Any, Encoded]]
-    """(max_model_len, see `Prompts.encode_chat: begun`) -> prompts, what else the engine needs."""
+    """(max_model_len, `begun` of `Prompts.encode_chat`) -> prompts and what else the engine needs."""
     field: str  # that holds the prompts, for errors
-    group: str  # of its sequences; new, so that they are not taken for those of an answer that ends just now
+    group: str  # of its sequences; always new, so that they differ from those of an answer that ends just now
     migration: StreamMigration
     start: Start  # of the answer: its id, time and seed
     format: Callable[[ResponseHead], AnswerFormat]
-    silence_s: float  # after which a stream's client is told that it goes on
+    silence_s: float  # of a stream, after which its client gets a keep-alive
     texts: tuple[str | None, ...] = (None,)  # per prompt; None if the client sent token ids or messages
     echo: bool = False
-    owner: str = ""  # whose request it is; see `owner_on_server`
+    owner: str = ""  # of the request; see `owner_on_server`
     memory: BodyLease  # of the body, until the prompts are tokenised
 
     @property
@@ -103,7 +103,7 @@ class CompletionEndpoints:
         """The handler of a dialect's requests."""
 
         async def endpoint(exchange: Exchange) -> Reply:
-            """What the model answers, whole or as a stream."""
+            """The model's answer, whole or as a stream."""
             owner = exchange.owner or ""
             migration = StreamMigration(exchange.headers, self._config.admin_key, self._prompts, self._determinism_key)
             with self._intake.memory(owner) as memory:
@@ -171,7 +171,7 @@ class CompletionEndpoints:
             is_open = await job.migration.replay(generation, form, job.n_choices)
             await generation.begin(slots)  # errors up to here become an HTTP status
             events = self._events(job, form, generation, slots.arrived, is_open=is_open)
-            events = job.migration.recorded(events, slots.output, form.media_type)
+            events = job.migration.with_records(events, slots.output, form.media_type)
             return EventStream(events, stack.pop_all().close, form.media_type)
 
     async def _prepare(self, job: GenerationJob) -> Generation:
@@ -180,7 +180,7 @@ class CompletionEndpoints:
         prompts = encoded.prompts
         job.memory.free()
         answer = encoded.answer or job.options.answer
-        grammar = await self._grammars.output_grammar(answer, job.owner, encoded.whole)
+        grammar = await self._grammars.output_grammar(answer, job.owner, encoded.wrap)
 
         def plan() -> list[SequenceRequest]:
             planned = plan_sequences(
@@ -210,17 +210,17 @@ class CompletionEndpoints:
             requests,
             echoes,
             id=job.start.id,
-            reading=encoded.reading,
+            parser_config=encoded.parser_config,
             watch=job.migration.watch,
         )
 
     async def _events(
         self, job: GenerationJob, form: AnswerFormat, generation: Generation, arrived: float, *, is_open: bool
     ) -> AsyncGenerator[bytes]:
-        """The stream's bytes; none after a step that shows nothing. An error becomes an event, as the status was sent.
+        """The stream's bytes; none after a step without text. An error becomes an event, since the status was sent.
 
         Args:
-            is_open: the client has the first events.
+            is_open: the client has the first events already.
         """
         so_far = generation.usage_so_far() if job.options.continuous_usage else None
         if not is_open:
@@ -228,7 +228,7 @@ class CompletionEndpoints:
         for delta in generation.opening():  # one by one: an echoed prompt may be long, and there may be many
             yield await self._written(_size(job, [delta]), partial(form.events, [delta], so_far))
         first_byte_s: float | None = None
-        last_s = self._clock()  # when the client was sent something
+        last_s = self._clock()  # when bytes were last sent
         try:
             async with aclosing(generation.deltas(job.silence_s)) as deltas:
                 async for new in deltas:
@@ -252,7 +252,7 @@ class CompletionEndpoints:
         yield await self._written(n_scored, partial(form.closing, usage, timing))
 
     async def _written(self, size: int, write: Callable[[], bytes]) -> bytes:
-        """What `write` returns. The events of a step are short; an echoed prompt is long, and may be scored."""
+        """The result of `write`, called on a thread for long output, such as an echoed prompt."""
         return write() if size <= FEW_SCORED else await self._prompts.run(size, write)
 
     def _head(self, job: GenerationJob) -> ResponseHead:
@@ -269,7 +269,7 @@ class CompletionEndpoints:
 
 
 def _size(job: GenerationJob, deltas: list[Delta]) -> int:
-    """How long these deltas take to write, in log-probabilities."""
+    """The cost of writing these deltas, in log-probabilities."""
     n_scored = sum(len(delta.scored) for delta in deltas) * _scores_of_one(job)
     return n_scored + sum(delta.n_chars for delta in deltas) // CHARS
 

@@ -1,7 +1,4 @@
-"""The endpoints that do not run the model: models, tokenize, version, health, metrics.
-
-Does not know requests in progress; `generating.py` has the completion endpoints.
-"""
+"""The endpoints that do not run the model: models, tokenize, version, health, metrics."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ B = TypeVar("B", bound=Body)
 
 
 class InfoEndpoints:
-    """The handlers. None of them waits for a request that the model computes."""
+    """The handlers, which never wait for the model."""
 
     def __init__(
         self,
@@ -64,7 +61,7 @@ class InfoEndpoints:
         self._created = int(time.time())
 
     async def root(self, _: Exchange) -> Answer:
-        """`GET /`: clients of several APIs look here whether there is a server."""
+        """`GET /`: a greeting, for clients that look for a server."""
         return GREETING
 
     async def models(self, exchange: Exchange) -> Answer:
@@ -72,7 +69,7 @@ class InfoEndpoints:
         return json_answer(model_list(self._cards(), exchange.headers, exchange.query))
 
     async def model(self, exchange: Exchange) -> Answer:
-        """`GET /v1/models/{name}`: one of them."""
+        """`GET /v1/models/{name}`: one model."""
         return json_answer(model_card(self._asked_for(exchange), exchange.headers))
 
     async def lm_studio_models(self, _: Exchange) -> Answer:
@@ -80,11 +77,11 @@ class InfoEndpoints:
         return json_answer(lm_studio_list(self._cards()))
 
     async def lm_studio_model(self, exchange: Exchange) -> Answer:
-        """`GET /api/v0/models/{name}`: one of them."""
+        """`GET /api/v0/models/{name}`: one model."""
         return json_answer(lm_studio_card(self._asked_for(exchange)))
 
     async def other_outputs(self, _: Exchange) -> Answer:
-        """Vectors and scores, which no model here computes. The body is not read."""
+        """Embeddings and scores, which this server does not compute. The body is not read."""
         raise no_vectors(f"This server's model, {self._served.names[0]}, writes text.")
 
     async def tokenize(self, exchange: Exchange) -> Answer:
@@ -112,14 +109,14 @@ class InfoEndpoints:
     def counting(
         self, dialect: Dialect[B], body_of: Callable[[int], dict[str, Any]]
     ) -> Callable[[Exchange], Awaitable[Reply]]:
-        """The handler of a dialect's requests for the tokens of a prompt: those that its request for an answer has.
+        """The handler that counts the prompt tokens of a dialect's requests.
 
         Args:
-            body_of: the answer's body with so many tokens.
+            body_of: makes the answer's body from the number.
         """
 
         async def endpoint(exchange: Exchange) -> Answer:
-            """How many tokens the prompt of such a request has."""
+            """The number of tokens of such a request's prompt."""
             info, owner = self.loaded(), exchange.owner or ""
             with self._intake.memory(owner) as memory:
                 asked = await self._intake.read(
@@ -146,7 +143,7 @@ class InfoEndpoints:
     async def reset_prefix_cache(self, exchange: Exchange) -> Answer:
         """`POST /reset_prefix_cache`, as in vLLM: drop all cached prefixes. Answers once the memory is free.
 
-        The body is not read, but must be declared as JSON, so that no web page can ask for this.
+        The body is not read, but must be declared as JSON, so that a web page cannot send the request.
         """
         require_json(exchange.headers)
         self._engine.send(ResetPrefixCache())
@@ -160,7 +157,7 @@ class InfoEndpoints:
         return json_answer({"version": __version__})
 
     async def health(self, exchange: Exchange) -> Answer:
-        """`GET /health`: 200 only while the engine's own loop answers. Where there are keys, details need one."""
+        """`GET /health`: 200 only while the engine's own loop answers. If the server has keys, details need one."""
         status, body = self._health.report()
         if not self._keys.may_see_details(exchange.headers):
             body = {"status": "ok" if status == 200 else "unavailable"}
@@ -171,7 +168,7 @@ class InfoEndpoints:
         return Answer(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     def loaded(self) -> ModelInfo:
-        """The served model. Known since the engine was ready for the first time, also during a restart.
+        """The served model, known from the engine's first start on, also during a restart.
 
         Raises:
             EngineUnavailable: the engine has never been ready.
@@ -190,7 +187,7 @@ class InfoEndpoints:
         return self._card(resolve_model(exchange.rest, self._served), self.loaded())
 
     def _card(self, name: str, info: ModelInfo) -> dict[str, Any]:
-        reasoning = self._served.shapes.reasoning
+        reasoning = self._served.formats.reasoning
         return {
             "id": name,
             "object": "model",

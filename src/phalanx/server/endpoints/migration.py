@@ -1,7 +1,7 @@
-"""Streams that may move from one server to another: what is told of them, and how one goes on that began elsewhere.
+"""Streams that can move between servers: sends their records, and continues a stream that began on another server.
 
-A gateway with the server's admin key gets a record after each piece of a stream, and sends what the records said to
-another server once this one fails (`http/stream_records.py`: the wire). Does not know how tokens become text.
+A gateway with the server's admin key gets a record after each piece of a stream, and sends the recorded tokens to
+another server if this one fails (`http/stream_records.py` describes the wire).
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ Asked = TypeVar("Asked", bound=ParsedBody | StaticAnswer)
 
 
 class StreamMigration:
-    """What one request's stream goes on from, and the records beside its pieces.
+    """One request's known tokens, and the records of its stream.
 
-    Its methods are called in their order here. Without the two headers they change nothing.
+    Call the methods in their order here. Without the two headers they change nothing.
 
     Args:
         headers: of the request.
-        admin_key: None: this server sends no records.
+        admin_key: None: the server sends no records.
         determinism_key: of a server with this model; see `determinism_key.py`.
 
     Raises:
@@ -74,8 +74,8 @@ class StreamMigration:
         prompts: Prompts,
         determinism_key: Callable[[ModelInfo], str],
     ) -> None:
-        self.moves = 0  # of a stream that goes on inexactly
-        self.n_known = 0  # tokens and log-probabilities that the stream goes on from
+        self.moves = 0  # of a stream that is continued inexactly
+        self.n_known = 0  # known tokens and log-probabilities
         self._records = RecordBuffer() if _is_of_gateway(headers, admin_key) else None
         self._first_part = headers.get(RESUME)
         self.n_before = 0 if self._first_part is None else max(0, resume_size(self._first_part))
@@ -98,10 +98,10 @@ class StreamMigration:
         return rest
 
     def accept(self, asked: Asked) -> Asked:
-        """The parsed body. An answer that is not streamed has no records.
+        """Check and return the parsed body. An answer that is not streamed has no records.
 
         Raises:
-            InvalidRequest: it cannot be the one that the stream answers.
+            InvalidRequest: it cannot be the body that the stream answers.
         """
         request = asked.request if isinstance(asked, ParsedBody) else None
         if request is None or not request.options.stream:
@@ -113,16 +113,16 @@ class StreamMigration:
         return asked
 
     def start(self, id: str, created: int, seed: int) -> Start:
-        """What the answer begins with: this, or what it began with elsewhere."""
+        """The answer's `Start`: a new one, or the one from the server that began it."""
         if self._resume is not None:
             return self._resume.start
         return Start(id=id, created=created, seed=seed, determinism_key="", prompts=0)
 
     async def prompt(self, vocab_size: int) -> list[int] | None:
-        """The prompt of a chat that goes on, if another server's memory made it; else empty. None: the answer begins.
+        """A continued chat's prompt, if another server's memory made it; else empty. None: the answer begins here.
 
         Raises:
-            InvalidRequest: it is none, or not the one that the answer began with.
+            InvalidRequest: it is not a prompt, or not the one that the answer began with.
         """
         if self._resume is None:
             return None
@@ -133,14 +133,14 @@ class StreamMigration:
     def begin(
         self, requests: list[SequenceRequest], start: Start, info: ModelInfo, *, echo: bool, is_recalled: bool
     ) -> list[SequenceRequest]:
-        """The choices' requests, with what is known of each.
+        """The choices' requests, with the known tokens of each.
 
         Args:
             echo: the answer repeats the prompts.
-            is_recalled: another server cannot make the prompt, so that it is sent with the records.
+            is_recalled: another server cannot make the prompt, so it is sent with the records.
 
         Raises:
-            InvalidRequest: what is said to be known cannot be.
+            InvalidRequest: the `Resume` does not fit the requests.
         """
         if self._records is None:
             return requests
@@ -157,11 +157,11 @@ class StreamMigration:
 
     @property
     def watch(self) -> Watch | None:
-        """Of the stream's `Generation`."""
+        """The argument of the stream's `Generation`."""
         return None if self._records is None else self._records.note
 
     async def replay(self, generation: Generation, form: AnswerFormat, n_choices: int) -> bool:
-        """Bring decoders and format to where the server was that sent what the client has; False if it has nothing."""
+        """Pass the known tokens through decoders and format, without output; False if there are none."""
         if (resume := self._resume) is None:
             return False
 
@@ -175,11 +175,13 @@ class StreamMigration:
         self._records.choices.clear()  # another server has sent them
         return True
 
-    def recorded(self, pieces: AsyncGenerator[bytes], output: OutputQueue, media_type: str) -> AsyncGenerator[bytes]:
-        """The pieces of a stream, each with its record; and a record when the engine of `output` is gone or back."""
+    def with_records(
+        self, pieces: AsyncGenerator[bytes], output: OutputQueue, media_type: str
+    ) -> AsyncGenerator[bytes]:
+        """The pieces of a stream, each with its record; also a record when `output`'s engine goes down or is back."""
         if self._records is None:
             return pieces
-        return _recorded(pieces, self._records, output, lines=media_type == LINES)
+        return _with_records(pieces, self._records, output, lines=media_type == LINES)
 
     def fail(self, error: PhalanxError) -> None:
         """The stream ends with this error."""
@@ -188,14 +190,14 @@ class StreamMigration:
 
 
 class RecordBuffer:
-    """What a stream's pieces are made of, until it is sent."""
+    """Tokens of a stream since the last record."""
 
     def __init__(self) -> None:
         self.start: Start | None = None
         self.failed = ""
         self.was_paused = False  # as of the last record
         self.choices: dict[int, RecordedChoice] = {}
-        self._n_tokens: dict[int, int] = {}  # that each choice had taken in
+        self._n_tokens: dict[int, int] = {}  # by choice, in all records
 
     def note(self, index: int, event: Event | None, n_tokens: int) -> None:
         """See `Watch`."""
@@ -216,10 +218,10 @@ class RecordBuffer:
         self.choices[index] = choice
 
     def take(self, *, is_paused: bool) -> StreamRecord:
-        """Everything that was not sent yet.
+        """The next record, of everything since the last one.
 
         Args:
-            is_paused: nothing computes the stream at the moment.
+            is_paused: the engine is down at the moment.
         """
         choices = list(self.choices.values())
         record = StreamRecord(start=self.start, choices=choices, failed=self.failed, paused=is_paused)
@@ -227,7 +229,7 @@ class RecordBuffer:
         return record
 
 
-async def _recorded(
+async def _with_records(
     pieces: AsyncGenerator[bytes], records: RecordBuffer, output: OutputQueue, *, lines: bool
 ) -> AsyncGenerator[bytes]:
     async with aclosing(pieces):
@@ -237,7 +239,7 @@ async def _recorded(
 
 
 def _is_of_gateway(headers: Mapping[str, str], admin_key: str | None) -> bool:
-    """Whether one with the admin key has sent the request. Raises `AdminKeyRefused`."""
+    """Whether the request has the admin key. Raises `AdminKeyRefused`."""
     given = headers.get(MIGRATION)
     if given is None and RESUME not in headers:
         return False
@@ -261,11 +263,11 @@ def _crc(ids: Sequence[int], before: int = 0) -> int:
     return zlib.crc32(array("q", ids).tobytes(), before)
 
 
-# -- what is known ---------------------------------------------------------------------------------------------------
+# -- known tokens ----------------------------------------------------------------------------------------------------
 
 
 def _known(resume: Resume) -> Iterator[tuple[int, Event | None]]:
-    """What the choices' decoders have taken in elsewhere."""
+    """The events that the choices' decoders have taken in on other servers."""
     for choice in resume.choices:
         if choice.echoed:
             yield choice.index, None
@@ -284,7 +286,7 @@ def _check_prompt(start: Start, vocab_size: int) -> None:
 def _continued(
     requests: Sequence[SequenceRequest], resume: Resume, *, echo: bool, vocab_size: int
 ) -> list[SequenceRequest]:
-    """The requests with the tokens that are known, and the time that is left."""
+    """The requests with their known tokens and the remaining time."""
     if not (math.isfinite(resume.timeout_s) and resume.timeout_s > 0):
         raise _invalid(f"timeout_s is {resume.timeout_s:g}; it must be a positive number of seconds.")
     start = resume.start
@@ -314,7 +316,7 @@ def _continued(
 
 
 def _check(choice: RecordedChoice, request: SequenceRequest, vocab_size: int) -> None:
-    """Refuse what no server can have said of this choice."""
+    """Refuse a choice that contradicts its request or itself."""
     where, n = f"{RESUME}: choices[{choice.index}]", len(choice.tokens)
     if n > request.stop.max_tokens:
         raise _invalid(f"choice {choice.index} has {n} tokens; it may have {request.stop.max_tokens} here.")
@@ -333,5 +335,5 @@ def _invalid(message: str) -> InvalidRequest:
 
 
 def _finite(one: TokenLogprobs) -> TokenLogprobs:
-    """As JSON can write it."""
+    """With numbers that JSON can write."""
     return replace(one, logprob=finite(one.logprob), top=[(token, finite(logprob)) for token, logprob in one.top])

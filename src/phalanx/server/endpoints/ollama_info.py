@@ -1,4 +1,4 @@
-"""The endpoints of Ollama's API that do not run the model. What they say is in `dialects/ollama/ollama_models.py`."""
+"""The endpoints of Ollama's API that do not run the model; `dialects/ollama/ollama_models.py` writes their bodies."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from phalanx.supervision.model_commands import model_command
 from phalanx.types import ModelInfo
 
 NAME = re.compile(r"\w[\w.:-]{0,95}(/\w[\w.-]{0,95}(:\w[\w.-]{0,127})?)?", re.ASCII)
-"""A short name or a hub id, perhaps with a quantisation, but no path."""
+"""A short name or a hub id, perhaps with a quantisation; never a path."""
 PULLS = 4
-"""At the same time: each is a process of its own, with 100 MB of memory. Further ones wait."""
+"""At the same time; each is a process with 100 MB of memory. Further ones wait."""
 
 
 class OllamaEndpoints:
@@ -63,7 +63,7 @@ class OllamaEndpoints:
         self._turns = {"pull": asyncio.Semaphore(PULLS), "rm": asyncio.Semaphore(1)}
 
     async def version(self, _: Exchange) -> Answer:
-        """`GET /api/version`: the version of Ollama whose API this is."""
+        """`GET /api/version`: the version of Ollama's API."""
         return json_answer(ollama_models.version())
 
     async def tags(self, exchange: Exchange) -> Answer:
@@ -83,7 +83,7 @@ class OllamaEndpoints:
             try:
                 return json_answer(ollama_models.show_local(await asyncio.to_thread(find, bare)))
             except ModelNotFound:
-                pass  # the error below names what is served
+                pass  # the error below names the served model
         return json_answer(ollama_models.show(self._model(resolve_model(name, self._served))))
 
     async def pull(self, exchange: Exchange) -> Reply:
@@ -113,7 +113,7 @@ class OllamaEndpoints:
         raise InvalidRequest(REFUSED[exchange.path])
 
     async def _command(self, verb: Literal["pull", "rm"], name: str) -> AsyncGenerator[bytes]:
-        """The lines of a command, when it is its turn. Closing the generator ends the command."""
+        """The lines of a command, once it is its turn. Closing the generator ends the command."""
         turn = self._turns[verb]
         if turn.locked():
             async for line in _encoded([PullProgress("waiting for other models")]):
@@ -138,7 +138,7 @@ class OllamaEndpoints:
             name=name,
             info=self._info(),
             calls_tools=self._served.tool_parser is not None and self._served.auto_tools,
-            reasons=self._served.shapes.reasoning is not None,
+            reasons=self._served.formats.reasoning is not None,
             since=self._since,
             template=self._template,
         )

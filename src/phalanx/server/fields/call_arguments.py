@@ -1,7 +1,7 @@
-"""The arguments of a call, from their text.
+"""Parses the arguments of a call from their text.
 
-A model may write what is JSON by RFC 8259 and what clients read, but no strict parser: numbers beyond those of a
-computer, halves of characters. The server has sent it, so it has to take it back when the conversation comes again.
+A model may write JSON that RFC 8259 allows and clients read, but strict parsers refuse: numbers beyond a float's,
+halves of characters. The server has sent it, so it must accept it when the conversation comes back.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ MAX_DIGITS = 4000  # of an integer that stays one; Python refuses 4,300
 
 
 def parse_arguments(text: str) -> dict[str, Any]:
-    """The object that `text` says; empty text and null say {}. Numbers too large become the largest ones, and half
-    characters question marks.
+    """The object in `text`; empty text and null mean {}. Too large numbers become the largest ones, and half characters
+    question marks.
 
     Raises:
-        ValueError: it is not JSON, or no object; says why.
+        ValueError: it is not a JSON object; says why.
     """
-    if text.strip() in ("", "null"):  # null: clients that encode what they have of a call without arguments
+    if text.strip() in ("", "null"):  # null: from clients that encode the missing arguments of a call
         return {}
     try:
         value = msgspec.json.decode(text)

@@ -1,9 +1,8 @@
-"""Reads a JSON object field by field, in calls that are short whatever a client sends.
+"""Reads a JSON object field by field, in short calls whatever a client sends.
 
 A call of the JSON library holds the interpreter's lock, and with it the event loop and every stream. So the first pass
-only finds where each field begins and ends, at a nanosecond or two per byte. Then each field is judged by its size and
-converted by itself; the first error ends the work. Does not know which bodies there are (`requests/body_parsing.py`,
-`dialects/`).
+only finds where each field begins and ends, at a nanosecond or two per byte. Then each field is checked by its size and
+converted by itself; the first error ends the work. The bodies are those of `requests/body_parsing.py` and `dialects/`.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from phalanx.errors import InvalidRequest
 from phalanx.server.fields.openai_bodies import Body, HistoryBody, TolerantBody
 from phalanx.server.fields.refusals import MAX_DEPTH, ONLY_TEXT, check_depth, foreign_type, unsupported
 
-FIELD_BYTES = 1 << 16  # of a field that has no reader of its own; the worst content of this size takes 3 ms
+FIELD_BYTES = 1 << 16  # of a field without a reader of its own; the worst content of this size takes 3 ms
 VARIABLES_BYTES = 1 << 18  # of chat_template_kwargs, which may hold documents, or of a call's arguments; at worst 10 ms
 TOOLS_BYTES = 1 << 20  # of all tools; a large tool server's have 100 KB
 SCHEMA_BYTES = 1 << 17  # of a JSON schema; OpenAI takes 120,000 characters of names and values
-MANY_NAMES = 1 << 18  # colons, and so at most names, up to which an object's fields are found in one call, in 25 ms
+MANY_NAMES = 1 << 18  # colons, an upper bound of names, up to which one call finds an object's fields, in 25 ms
 MAX_STRANGE = 1 << 16  # colons outside known fields; looking for the fields there takes 20 ms
 CONTENT = {
     name: b'"%b"' % name.encode()
     for name in "image_url input_audio file file_data file_url images audio audio_url video_url".split()
 }
-"""Fields of what no model here can read, as they are and in JSON. Without them it would miss what it is asked about."""
+"""Fields with content that no model here can read, plain and in JSON. Ignoring them would change the question."""
 HAS_VALUE = re.compile(rb'\s*+:\s*+(?!null|""|\[\s*+\]|\{\s*+\})')
-"""What follows the name of a field that is neither null nor empty."""
+"""Follows the name of a field that is neither null nor empty."""
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
@@ -48,8 +47,8 @@ def read_object(data: bytes, kind: type[B], path: str, readers: Readers) -> B:
     """A JSON object as `kind`. null counts as absent.
 
     Raises:
-        InvalidRequest: it is no JSON object, or has a field that is missing, too large or of a wrong type, or that is
-            unknown or repeated where `kind` is not tolerant, or unknown and holds content in a conversation.
+        InvalidRequest: it is not a JSON object, or has a field that is missing, too large or of a wrong type; that is
+            unknown or repeated, unless `kind` is tolerant; or that is unknown and holds content in a conversation.
     """
     raw = _raw_fields(data, kind, path)
     if issubclass(kind, HistoryBody):
@@ -69,7 +68,7 @@ def read_object(data: bytes, kind: type[B], path: str, readers: Readers) -> B:
 
 
 def _raw_fields(data: bytes, kind: type[Body], path: str) -> dict[str, bytes]:
-    """The JSON of each field that is there; of one that is there twice, the last."""
+    """The JSON of each field; of a repeated one, the last."""
     names = kind.__struct_fields__
     # A repeated name costs 30 ns more with all fields at once than with one.
     groups = [names] if _colons(data) <= MANY_NAMES else [(name,) for name in names]
@@ -81,12 +80,12 @@ def _raw_fields(data: bytes, kind: type[Body], path: str) -> dict[str, bytes]:
 
 
 def _small(data: bytes, type: Any, path: str) -> Any:
-    """A field that has no reader of its own."""
+    """A field without a reader of its own."""
     return at_most(FIELD_BYTES, lambda data, path: decode(data, type, path))(data, path)
 
 
 def _refuse_strange(data: bytes, raw: Mapping[str, bytes], path: str) -> None:
-    """Refuse fields that are unknown, unless null, and fields that are there twice."""
+    """Refuse unknown fields, unless null, and repeated fields."""
     strange = _strange(data, raw)
     if strange == 0:
         return
@@ -97,7 +96,7 @@ def _refuse_strange(data: bytes, raw: Mapping[str, bytes], path: str) -> None:
 
 
 def _refuse_content(data: bytes, raw: Mapping[str, bytes], path: str) -> None:
-    """Refuse unknown fields that hold content, at any depth, and fields that are there twice."""
+    """Refuse unknown fields that hold content, at any depth, and repeated fields."""
     strange = _strange(data, raw)
     if strange == 0 or (strange > MAX_STRANGE and not any(quoted in data for quoted in CONTENT.values())):
         return
@@ -112,7 +111,7 @@ def _refuse_content(data: bytes, raw: Mapping[str, bytes], path: str) -> None:
 
 
 def _has(quoted: bytes, data: bytes) -> bool:
-    """Whether a field of this name is somewhere in the JSON, and neither null nor empty."""
+    """Whether the JSON has a field of this name anywhere that is neither null nor empty."""
     at = data.find(quoted)
     while at >= 0:
         at += len(quoted)
@@ -125,8 +124,8 @@ def _has(quoted: bytes, data: bytes) -> bool:
 def _strange(data: bytes, raw: Mapping[str, bytes]) -> int:
     """Colons outside of known fields.
 
-    Every field has one, so an object without unknown or repeated fields has no colon outside its known fields' values
-    but one for each. Counting them costs little where there may be millions.
+    An object without unknown or repeated fields has one colon for each known field outside their values. Counting is
+    cheap even if there are millions.
     """
     return _colons(data) - sum(1 + _colons(value) for value in raw.values())
 
@@ -135,7 +134,7 @@ def _everything(data: bytes, strange: int, path: str) -> dict[str, bytes]:
     """The JSON of all fields, known or not.
 
     Raises:
-        InvalidRequest: there are too many unknown ones, or one is there twice.
+        InvalidRequest: there are too many unknown ones, or one is repeated.
     """
     where = path or "The JSON body"
     if strange > MAX_STRANGE:
@@ -168,7 +167,7 @@ def read_dict(data: bytes, path: str) -> dict[str, Any]:
 
 
 def at_most(n_bytes: int, reader: Reader) -> Reader:
-    """Reads what has no more than so many bytes."""
+    """Reads a value of at most so many bytes."""
 
     def read(data: bytes, path: str) -> Any:
         if len(data) > n_bytes:
@@ -194,12 +193,12 @@ def read_arguments(data: bytes, path: str) -> str | dict[str, Any]:
 
 
 def unread(data: bytes, path: str) -> bool:
-    """A value that is refused or passed over, whatever it is."""
+    """A value that is refused or ignored, whatever it is."""
     return True
 
 
 def unread_list(data: bytes, path: str) -> list[None]:
-    """A list of which only matters whether it is empty."""
+    """A list that matters only in being empty or not."""
     if data[:1] != b"[":
         decode(data, list[None], path)  # raises
     return [] if re.fullmatch(rb"\[\s*\]", data) else [None]
@@ -221,7 +220,7 @@ def list_of(kind: type[Body], most: int, readers: Readers) -> Reader:
 
 
 class _Typed(TolerantBody):
-    """An object of which only the type is read."""
+    """An object whose type alone is read."""
 
     type: str | None = None
 
@@ -231,7 +230,7 @@ def _type_of(data: bytes, path: str) -> str | None:
 
 
 def of_type(kind: type[B], types: Collection[str], detail: str, readers: Readers) -> Callable[[bytes, str], B]:
-    """Reads an object of one of these types. One of another type is refused because of that, not of its fields."""
+    """Reads an object of one of these types. Another type is refused by its name, not by its fields."""
 
     def read(data: bytes, path: str) -> B:
         try:
@@ -244,7 +243,7 @@ def of_type(kind: type[B], types: Collection[str], detail: str, readers: Readers
 
 
 def object_or_record(kind: type[B], records: Collection[str], readers: Readers) -> Callable[[bytes, str], B]:
-    """Reads an object; of one whose type is among `records`, only that."""
+    """Reads an object; if its type is among `records`, only the type."""
 
     def read(data: bytes, path: str) -> B:
         found = _type_of(data, path)
@@ -254,7 +253,7 @@ def object_or_record(kind: type[B], records: Collection[str], readers: Readers) 
 
 
 def text_or(reader: Reader) -> Reader:
-    """Reads a text, or what `reader` reads."""
+    """Reads a text, or a value of `reader`."""
     return lambda data, path: read_text(data, path) if data[:1] == b'"' else reader(data, path)
 
 
@@ -310,12 +309,12 @@ def _fields(kind: type[Body]) -> list[tuple[str, Any, bool]]:
 
 @lru_cache(maxsize=128)
 def _raw_struct(names: tuple[str, ...]) -> type[Struct]:
-    """A struct with these fields, each as the JSON it has in the body; empty for an absent field."""
+    """A struct with these fields, each as its JSON in the body; empty for an absent field."""
     return defstruct("RawFields", [(name, Raw, Raw()) for name in names])
 
 
 @lru_cache(maxsize=16)
 def _raw_list(most: int) -> type[Struct]:
-    """A list of at most so many items as a struct, which unlike `list` refuses the next item before it reads on."""
+    """A list of at most so many items as a struct, which unlike `list` refuses the next item without reading it."""
     items = [(f"item{i}", Raw, Raw()) for i in range(most)]
     return defstruct(f"AtMost{most}", items, array_like=True, forbid_unknown_fields=True)

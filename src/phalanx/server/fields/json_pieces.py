@@ -1,4 +1,4 @@
-"""JSON of answers that may be large, written in calls that are short: none holds the interpreter's lock for long."""
+"""Writes the JSON of large answers in short calls, so that none holds the interpreter's lock for long."""
 
 from __future__ import annotations
 

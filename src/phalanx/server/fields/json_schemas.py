@@ -1,7 +1,6 @@
-"""JSON schemas of clients: how large they may be, and what keeps a small model from going on for ever.
+"""Limits the size of clients' JSON schemas, and bounds answers that a small model would otherwise never end.
 
-Does not know which keywords can be compiled (`text/grammar_process.py` finds that out), nor which numbers
-(`schema_numbers.py`).
+`text/grammar_process.py` finds the keywords that cannot be compiled, `schema_numbers.py` the numbers.
 """
 
 from __future__ import annotations
@@ -16,15 +15,16 @@ MAX_DEPTH = 100  # JSON values inside each other; llguidance reads 127, and Open
 MAX_ENUM = 4096  # values of one enum; OpenAI takes 1,000
 
 FORMAT_CHARS = {"date-time": 35, "time": 24, "duration": 40, "email": 64, "hostname": 63}
-"""The most that a text of a format has; else a model may write digits for ever. Nine digits of a second's fraction; and
-what RFC 5321 and RFC 1035 allow the first part alone, which llguidance does not count."""
+"""Most characters of a text of a format; otherwise a model may write digits for ever. Times have nine digits of a
+second's fraction; email and hostname have the limits of RFC 5321 and RFC 1035 for the first part, which llguidance does
+not count."""
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
 _DATE = f"(?:[0-9]{{4}}-(?:0[13-9]|1[0-2])-[0-9]{{2}}|[0-9]{{4}}-02-(?:[01][0-9]|2[0-8])|{_LEAP_YEAR}-02-29)"
 FORMAT_PATTERNS = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}.{{7}}[0-5]", "time": "^.{6}[0-5]"}
-"""What llguidance lets through besides RFC 3339's dates and times: a 29th of February in every year, and a leap second
-in every minute. No leap second at all is less than the RFC allows, and enough."""
+"""Exclude dates and times that llguidance allows beyond RFC 3339: a 29th of February in every year, and a leap second
+in every minute. Allowing no leap second is stricter than the RFC, and enough."""
 COMBINING = frozenset({"properties", "allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas"})
-"""Keywords of which two describe one object together."""
+"""Keywords that describe one object together if a schema has two of them."""
 
 
 def check_size(schema: Mapping[str, Any], place: str) -> None:
@@ -45,12 +45,12 @@ def check_size(schema: Mapping[str, Any], place: str) -> None:
 
 
 def bounded(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema to which the answers end sooner; each is an answer to `schema` as well.
+    """A stricter schema, whose answers end sooner and also match `schema`.
 
-    Objects with named properties have no others unless `schema` says so. OpenAI's strict schemas say it themselves, and
-    vLLM's other compilers add it as well. A schema that puts objects together from several parts is left alone, because
-    one part may name what another one does not. Texts of a format are not longer than any that is in use, and dates are
-    in the calendar.
+    Objects with named properties have no others unless `schema` allows them. OpenAI's strict schemas require that
+    themselves, and vLLM's other compilers add it as well. A schema that composes objects from several parts is left
+    alone, because one part may name properties that another one does not. Texts of a format have their practical
+    lengths, and dates exist in the calendar.
     """
     if any(_combines(part) for part in _all_parts(schema)):
         return _exact(schema)

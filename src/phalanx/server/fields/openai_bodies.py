@@ -1,7 +1,6 @@
 """The JSON bodies that clients send: names, types and sizes of fields. `requests/body_parsing.py` reads them.
 
-They also describe the API in OpenAPI. Does not know what values mean, nor which of them the server supports
-(`validate.py`).
+They also describe the API in OpenAPI. `validate.py` interprets the values.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from msgspec import Meta, Struct
 INERT = "Accepted for compatibility; does not change the answer."
 LATER = "Not supported yet: anything but its neutral value is answered 400."
 INERT_IN_HISTORY = ("annotations", "parsed", "provider_specific_fields", "reasoning_details", "thinking_blocks")
-"""Fields of messages that clients got from servers and send back. They repeat what other fields have."""
+"""Fields of messages that clients got from servers and send back. They repeat the content of other fields."""
 MAX_MESSAGES = 4096  # OpenAI takes 2,048
 MAX_PARTS = 4096  # of one message's content
 MAX_PROMPTS = 1024  # --max-prompts allows no more
@@ -26,15 +25,15 @@ class Body(Struct, forbid_unknown_fields=True):
 
 
 class TolerantBody(Body, forbid_unknown_fields=False):
-    """Unknown fields are passed over, for dialects whose clients send new ones every month."""
+    """Unknown fields are ignored, for dialects whose clients send new ones every month."""
 
 
 class HistoryBody(TolerantBody):
-    """A piece of a conversation. Unknown fields are passed over unless they hold an image, sound or file."""
+    """A piece of a conversation. Unknown fields are ignored unless they hold an image, sound or file."""
 
 
 def about(text: str) -> Meta:
-    """What `/docs` says of a field of a body."""
+    """The description of a body's field in `/openapi.json`."""
     return Meta(description=text)
 
 

@@ -26,7 +26,7 @@ def unsupported(param: str, detail: str = "") -> InvalidRequest:
 
 
 def foreign_type(where: str, kind: str, detail: str) -> InvalidRequest:
-    """The error for an object whose `type` is one that this server does not take."""
+    """The error for an object of a `type` that this server does not support."""
     return unsupported(f"{where}.type", f"{kind[:40]!r}; {detail}")
 
 
@@ -38,7 +38,7 @@ def count(field: str, value: int | None, *, least: int) -> int | None:
 
 
 def token_limit(field: str, value: int | None, *, least: int = 1) -> int | None:
-    """Check a limit of output tokens; -1, as clients of llama.cpp and LM Studio send it, is none."""
+    """Check a limit of output tokens; -1, from clients of llama.cpp and LM Studio, is no limit."""
     return None if value == -1 else count(field, value, least=least)
 
 
@@ -50,7 +50,7 @@ def in_range(field: str, value: float, low: float, high: float) -> float:
 
 
 def check_depth(field: str, value: dict[str, Any] | list[Any]) -> None:
-    """Refuse a value that is nested too deeply for what recurses over it: encoders, chat templates, clients."""
+    """Refuse a value that is nested too deeply for encoders, chat templates and clients, which recurse over it."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         inner = [item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer)]
@@ -67,7 +67,7 @@ def too_deep(field: str, most: int) -> InvalidRequest:
 
 def check_ids(field: str, ids: Collection[int], vocab_size: int) -> None:
     """Refuse token ids outside [0, vocab_size)."""
-    for token in (min(ids, default=0), max(ids, default=0)):  # in a loop of C: there may be many
+    for token in (min(ids, default=0), max(ids, default=0)):  # loops in C, since there may be many
         if not 0 <= token < vocab_size:
             raise invalid(field, f"{field} has the token id {show(token)}; this model's ids are 0 to {vocab_size - 1}.")
 
@@ -78,5 +78,5 @@ def show_place(where: str) -> str:
 
 
 def show(value: float) -> str:
-    """The number for an error message; not its digits if it is an integer of 64 bits or more."""
+    """The number for an error message; without digits for an integer of 64 bits or more."""
     return repr(value) if isinstance(value, float) or abs(value) < 1 << 64 else "a huge number"

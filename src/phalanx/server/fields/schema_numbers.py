@@ -1,7 +1,7 @@
-"""Which numbers of a JSON schema a grammar holds exactly. Others are refused: answers would have another number.
+"""Refuses numbers of a JSON schema that a grammar would not represent exactly.
 
-llguidance computes with floats of 64 bits, with bounds of integers of 64 bits and with multiples of 32 bits, and ends
-its process at the least of those bounds. Does not know which keywords it compiles.
+llguidance computes with 64-bit floats, 64-bit bounds of integers and 32-bit multiples, and crashes its process at the
+least 64-bit integer.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from phalanx.server.fields.refusals import invalid, show, show_place
 from phalanx.text.schema_places import reached
 
 EXACT = 1 << 53
-"""Up to here a float of 64 bits is every integer; llguidance computes with such floats."""
-LARGEST = 1 << 63  # its bounds of integers have 64 bits, and at the least of them it recurses until its stack ends
-MAX_MULTIPLE = (1 << 32) // 10  # its remainders have 32 bits, and a digit is appended to them
+"""Below this, llguidance's 64-bit floats represent every integer."""
+INT64_LIMIT = 1 << 63  # of its 64-bit bounds of integers; at the least of them it recurses until its stack overflows
+MAX_MULTIPLE = (1 << 32) // 10  # its remainders have 32 bits, and it appends a digit to them
 MAX_POWER = 308  # of ten, by which its JSON library multiplies or divides a float's digits
 EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
 """A bound, and the keyword by which it is exclusive: true before draft 6, a bound itself since."""
 JOINING = frozenset({"$ref", "anyOf", "oneOf"})
-"""Keywords, besides allOf, by which a number is a multiple of several: of the least that all of them have."""
+"""Keywords, besides allOf, that make a number a multiple of several: of their least common multiple."""
 
 
 def check_numbers(schema: Mapping[str, Any], place: str, *within: str) -> None:
-    """Refuse a schema with a number that its grammar would not hold exactly, in any part that is compiled.
+    """Refuse a schema with a number that its grammar would not represent exactly, in any compiled part.
 
     Args:
         place: the field, for errors.
-        within: where the schema stands in it, for errors.
+        within: the schema's place in the field, for errors.
 
     Raises:
         InvalidRequest: names the number's place.
     """
     parts = list(reached(schema))
     joins = any("allOf" in part or ("multipleOf" in part and not JOINING.isdisjoint(part)) for _, part in parts)
-    multiples: set[float] = set()  # few, where they are joined: their product is limited
+    multiples: set[float] = set()  # few, since their product is limited
     for keys, part in parts:
         for inner, number, is_exact in _numbers(part):
             safe = "numbers of up to 15 digits"
@@ -59,7 +59,7 @@ def _numbers(part: Mapping[str, Any]) -> Iterator[tuple[list[str], float, bool]]
             yield keys, leaf, _keeps(leaf, as_decimal=isinstance(leaf, float))
     for inclusive, exclusive in EXCLUSIVE.items():
         if _is_number(value := part.get(inclusive)):
-            limit = EXACT if part.get(exclusive) is True else LARGEST
+            limit = EXACT if part.get(exclusive) is True else INT64_LIMIT
             yield [inclusive], value, (abs(value) < limit and _keeps(value)) or _is_int64(part, inclusive)
         if _is_number(value := part.get(exclusive)):
             yield [exclusive], value, abs(value) < EXACT  # 1 is added or subtracted
@@ -80,34 +80,34 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def _keeps(number: float, *, as_decimal: bool = True) -> bool:
-    """Whether a grammar says exactly this number.
+    """Whether a grammar represents exactly this number.
 
     Args:
-        as_decimal: it may be written as a float's shortest decimal: not of a constant integer.
+        as_decimal: the shortest decimal of a float may stand for it; not for a constant integer.
     """
     if abs(number) <= EXACT:
         return True
-    if abs(number) >= LARGEST or float(number) != number:
+    if abs(number) >= INT64_LIMIT or float(number) != number:
         return False
     return not as_decimal or Decimal(repr(float(number))) == int(number)
 
 
 def _is_int64(part: Mapping[str, Any], keyword: str) -> bool:
     """Whether this is the largest integer of 64 bits as an integer's bound, which is exact by rounding twice."""
-    return keyword == "maximum" and part.get("type") == "integer" and bool(part[keyword] == LARGEST - 1)
+    return keyword == "maximum" and part.get("type") == "integer" and bool(part[keyword] == INT64_LIMIT - 1)
 
 
 def _coefficient(*numbers: float) -> int:
-    """A number without its point: 25 of 0.25. Of several the product, when all have as many digits behind the point."""
-    if any(abs(number) >= LARGEST for number in numbers):
-        return LARGEST
+    """A number without its decimal point: 25 for 0.25; for several, the product, scaled to equally many decimals."""
+    if any(abs(number) >= INT64_LIMIT for number in numbers):
+        return INT64_LIMIT
     digits = [_digits(Decimal(repr(number)).normalize()) for number in numbers]
     least = min(0, *(exponent for _, exponent in digits))
     return math.prod(significand * 10 ** (exponent - least) for significand, exponent in digits)
 
 
 def _is_read(number: float) -> bool:
-    """Whether llguidance's JSON library makes this float of its text, and not a neighbour. It rounds twice."""
+    """Whether llguidance's JSON library, which rounds twice, reads this float's text as this float."""
     if isinstance(number, int) or (abs(number) < 1e6 and number == round(number, 6)):  # twelve digits: fast, and exact
         return True
     for text in (repr(number), msgspec.json.encode(number).decode()):

@@ -1,5 +1,5 @@
-"""What a model's text holds besides its answer: reasoning and calls of tools, taken apart while the text comes.
+"""Parses reasoning and tool calls in a model's text, while the text comes.
 
-`output_formats.py` says which formats a model writes, `format_parser.py` takes its text apart, `output_grammars.py`
-constrains it. Does not know HTTP, tokenizers or the objects of an API.
+`output_formats.py` finds the formats that a model writes, `format_parser.py` parses its text, `output_grammars.py`
+constrains it.
 """

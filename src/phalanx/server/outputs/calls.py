@@ -1,4 +1,4 @@
-"""What the parsers of all formats say of the calls that they read: which pieces they are, and when a call is broken."""
+"""Shared by the parsers of all formats: the pieces of calls, and errors in broken ones."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from phalanx.server.outputs.pieces import (
 )
 from phalanx.server.outputs.reader import Marks, Reader, Steps
 
-MAX_NAME = 256  # characters of a call's header; a longer one is none
+MAX_NAME = 256  # characters of a call's header; a longer text is not one
 ENDED = "the answer ended inside."
 CLOSING = ("}", "]", ")")
 
 
 class Broken(Exception):
-    """The text that is being read is not a call. The message is for people: a sentence, or, in lower case, a reason."""
+    """The text is not a call. The message is for people: a sentence, or, in lower case, a reason."""
 
 
 class Calls:
     """The pieces of one answer: calls of offered tools, and the text and the reasoning around them.
 
-    White space between marks, and between reasoning and what follows it, is part of the format and no content.
+    White space between marks, and between reasoning and the text after it, belongs to the format, not to the content.
     """
 
     def __init__(self, reader: Reader, tools: Sequence[ToolDefinition]) -> None:
@@ -38,15 +38,15 @@ class Calls:
         self.detail = ""
         self._reader = reader
         self._tools = {tool.name: tool for tool in tools}
-        self._begun = ""  # the name of the call that is being read
+        self._begun = ""  # the name of the open call
         self._shown = False  # a part of it was sent
-        self._brace = ""  # a closing brace of its arguments that was not sent: it may be the last one
+        self._brace = ""  # a closing brace of its arguments that is held back: it may be the last one
         self._has_marks = False
         self._after_mark = True  # no content yet since the last mark, or since the beginning
         self._keeps_space = True  # white space after the last mark is content if other text follows it
         self._spaces: list[str] = []  # white space that waits for other text
         self._in_block = False  # of reasoning
-        self._reasoned = False  # there is reasoning of an earlier block, or of this one
+        self._reasoned = False  # there is reasoning, in an earlier block or this one
 
     def text(self, text: str) -> None:
         """A part of the content."""
@@ -87,20 +87,20 @@ class Calls:
         self.mark(keeps_space=False)
 
     def finish(self) -> None:
-        """The text ended. White space is an answer where there is nothing else."""
+        """The text ended. White space is the answer if there is nothing else."""
         if not self._has_marks and (text := "".join(self._spaces)):
             self.pieces.append(TextPiece(text))
 
     @property
     def sending(self) -> bool:
-        """A call has begun that has not ended."""
+        """A call is open."""
         return bool(self._begun)
 
     def offered(self, name: str) -> ToolDefinition:
         """The tool of this name.
 
         Raises:
-            Broken: the request does not offer it. No client could run it.
+            Broken: the request does not offer it, so no client could run it.
         """
         if name not in self._tools:
             raise Broken(f"The model called {name[:64]!r}, a tool that the request does not offer.")
@@ -111,7 +111,7 @@ class Calls:
         return name in self._tools
 
     def begin(self, name: str) -> ToolDefinition:
-        """A call of this tool begins. It is sent from its first `arguments` on."""
+        """Begin a call of this tool. It is sent with its first `arguments`."""
         tool = self.offered(name)
         self._begun = name
         self._shown = False
@@ -119,10 +119,10 @@ class Calls:
         return tool
 
     def arguments(self, text: str) -> None:
-        """A further fragment of the begun call's arguments, JSON.
+        """A further fragment of the open call's arguments, JSON.
 
-        A brace at the end is sent with what follows: clients of a stream never have the whole JSON of a call that is
-        not whole.
+        A brace at the end is held back: clients of a stream must not have the whole JSON of a call that turns out
+        broken.
         """
         if not text:
             return
@@ -136,13 +136,13 @@ class Calls:
             self.pieces.append(CallArguments(body))
 
     def end(self) -> None:
-        """The call is whole; its text is what the reader has recorded."""
+        """The call is whole; the reader has recorded its text."""
         self._begun = ""
         self.pieces += [CallArguments(self._brace), CallEnd(self._reader.recorded())]
         self._reader.record()
 
     def broken(self, why: str, marks: Marks) -> None:
-        """The call is none: its text, without the marks around it, is content."""
+        """The text is not a call: without the marks around it, it becomes content."""
         if why[:1].islower():
             subject = f"The call of {self._begun!r}" if self._begun else "A call"
             why = f"{subject} is not whole: {why}"
@@ -158,7 +158,7 @@ def json_value(reader: Reader, emit: Callable[[str], object]) -> Steps[None]:
     """Take one JSON value, white space before it included.
 
     Raises:
-        Broken: the text is no JSON, or ends before the value does.
+        Broken: the text is not JSON, or ends inside the value.
     """
     scanner = JsonScanner()
     more = yield from reader.through(scanner.take, emit)
@@ -174,7 +174,7 @@ def json_text(reader: Reader) -> Steps[str]:
 
 
 def json_string(reader: Reader) -> Steps[str]:
-    """Take one JSON string; what it says."""
+    """Take one JSON string; its value."""
     text = yield from json_text(reader)
     if not text.startswith('"'):
         raise Broken("its name is not a string.")
@@ -183,7 +183,7 @@ def json_string(reader: Reader) -> Steps[str]:
 
 
 def arguments_object(reader: Reader, calls: Calls, *ends: str) -> Steps[None]:
-    """Send on the arguments of the begun call, a JSON object, as they come; {} where a mark of `ends` follows."""
+    """Send the arguments of the open call, a JSON object, as they come; {} if a mark of `ends` follows."""
     if (yield from reader.after_space(*ends)):
         calls.arguments("{}")
         return
@@ -193,16 +193,15 @@ def arguments_object(reader: Reader, calls: Calls, *ends: str) -> Steps[None]:
 
 
 def after_surplus(reader: Reader, bracket: str) -> Steps[str]:
-    """Pass over closing brackets of which the model wrote too many; the next character, not taken."""
+    """Skip superfluous closing brackets; the next character, not taken."""
     while (char := (yield from reader.next_nonspace())) == bracket:
         yield from reader.accept(bracket)
     return char
 
 
 def end_call(reader: Reader, calls: Calls, *marks: str) -> Steps[None]:
-    """The JSON of a call is whole, and so is the call. Those of `marks` that follow in this order close it.
-
-    Brackets too many are passed over.
+    """End the call, whose JSON is whole. Those of `marks` that follow in this order close it; superfluous brackets are
+    skipped.
     """
     if not marks:
         calls.end()
@@ -217,10 +216,10 @@ def end_call(reader: Reader, calls: Calls, *marks: str) -> Steps[None]:
 
 
 def unwrapped(text: str) -> str:
-    """The JSON object of arguments that were written as a string of JSON, as null or as an empty string.
+    """The JSON object of arguments in a JSON string, null or an empty string.
 
     Raises:
-        Broken: they are something else.
+        Broken: they are not an object.
     """
     inner = text
     if text.startswith('"'):

@@ -1,4 +1,4 @@
-"""Takes one answer's text apart, by the formats of reasoning and calls that its model writes."""
+"""Parses one answer's text, by its model's formats of reasoning and calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx.server.outputs.reader import Marks, Reader, Steps
 
 
 class FormatParser:
-    """An `OutputParser` over the steps that read a whole answer."""
+    """An `OutputParser` that runs the steps of reading a whole answer."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class _Answer:
     """Content with blocks of reasoning and calls in it.
 
     Args:
-        is_bound: a grammar says what the answer is: reasoning, and then calls or content that has no marks.
+        is_bound: a grammar constrains the answer to reasoning, and then calls or content without marks.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class _Answer:
             opened = yield from self._mark(opened)
 
     def _mark(self, mark: str) -> Steps[str]:
-        """Read what a mark stands before; the mark of a call that ended it, or stands right after it."""
+        """Read the text after a mark; the mark of a call that ended it or follows directly."""
         if mark == self._reasoning_opens:
             return (yield from self._reasoning())
         is_text = mark == self._reasoning_closes and not self._is_interrupted
@@ -131,10 +131,10 @@ class _Answer:
             self._is_interrupted = False
         if mark in self._opens or mark == self._unmarked:
             yield from self._read_calls(mark)
-        return ""  # any other mark: one that closes nothing
+        return ""  # any other mark, which closes nothing
 
     def _reasoning(self) -> Steps[str]:
-        """Read a block of reasoning; the mark of a call that ended it, or stands right after it."""
+        """Read a block of reasoning; the mark of a call that ended it or follows directly."""
         self._calls.mark()
         mark = yield from self._reader.until(self._reasoning_ends, self._calls.reasoning)
         self._calls.end_reasoning()
@@ -144,7 +144,7 @@ class _Answer:
         return (yield from self._bare())
 
     def _bare(self) -> Steps[str]:
-        """Read calls without marks, which stand where content begins; always ""."""
+        """Read calls without marks at the beginning of content; always ""."""
         if self._tools and (first := self._tools.begins_bare):
             self._reader.record()
             if (yield from self._reader.next_nonspace()) == first:
@@ -161,7 +161,7 @@ class _Answer:
         try:
             yield from self._tools.read(self._reader, self._calls, opened)
         except Broken as broken:
-            seen = opened or self._calls.sending  # else it may never have been meant as one
+            seen = opened or self._calls.sending  # otherwise it may not have been meant as a call
             self._calls.broken(str(broken) if seen else "", self._dropped)
         else:
             self._calls.mark()

@@ -1,7 +1,7 @@
-"""The formats that models write reasoning and calls in, by name.
+"""The formats of reasoning and calls, by name.
 
-A table: what reads them is in `json_calls.py` and its neighbours. Names of calls' formats are those of mlx-lm's parsers
-and of vLLM's flag `--tool-call-parser`, those of reasoning are vLLM's `--reasoning-parser`.
+A table; `json_calls.py` and its neighbours parse them. Formats of calls have the names of mlx-lm's parsers and of
+vLLM's `--tool-call-parser`, those of reasoning the names of vLLM's `--reasoning-parser`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from phalanx.server.outputs.pythonic_calls import PythonicCalls
 MarkedFormat = JsonCalls | HeadedCalls | MarkupCalls | PythonicCalls | GemmaCalls
 """Formats that read calls between marks. Each has:
 
-    opens        marks with which calls begin
-    marks        these, and those that close calls: what is left out of the text of a call that is none
+    opens        marks that begin calls
+    marks        these and the marks that close calls, which are removed from the text of a broken call
     texts        all texts of the format: an added token in one of them has to be decoded as text
     begins_bare  the first character of an answer that may be a call without marks; "" if none may
-    read         takes the calls behind an opening mark, and says which pieces they are
+    read         takes the calls after an opening mark, and returns their pieces
 """
 ToolFormat = MarkedFormat | HarmonyCalls
 
 
 class ReasoningFormat(Struct, frozen=True):
-    """Marks around reasoning. `dropped`: marks around content, which say nothing."""
+    """Marks around reasoning. `dropped`: marks around content, which are removed."""
 
     name: str
     open: str
@@ -37,7 +37,7 @@ class ReasoningFormat(Struct, frozen=True):
     dropped: tuple[str, ...] = ()
 
     def is_open(self, prompt: str) -> bool:
-        """Whether the prompt ends inside of reasoning: the template wrote the opening mark."""
+        """Whether the prompt ends inside of reasoning, because the template wrote the opening mark."""
         return prompt.rstrip().endswith(self.open)
 
     @property

@@ -2,7 +2,7 @@
 
     <|tool_call>call:get_weather{city:<|"|>Oslo<|"|>,days:2}<tool_call|>
 
-A call is sent when it is whole: where a value ends shows only there.
+A call is sent when it is whole, because only then the ends of values are known.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class GemmaCalls(Struct, frozen=True):
         """Names and the JSON of the arguments.
 
         Raises:
-            Broken: the text is something else than calls.
+            Broken: the text is not calls.
         """
         strings: list[str] = []  # their JSON
 
@@ -90,11 +90,11 @@ class GemmaCalls(Struct, frozen=True):
         written: list[tuple[str, str]] = []
         at = 0
         plain = plain.rstrip()
-        while at < len(plain) and not (written and not plain[at:].strip(" \t\r\n})]")):  # brackets too many
+        while at < len(plain) and not (written and not plain[at:].strip(" \t\r\n})]")):  # superfluous brackets
             head = _CALL.match(plain, at)
             end = _closing(plain, head.end()) if head else 0
             if not head or not end:
-                raise Broken("What the model wrote as a call cannot be read as one.")
+                raise Broken("The model's call cannot be parsed.")
             arguments = _KEY.sub(lambda key: json.dumps(key.group(1)) + ":", plain[head.end() : end])
             arguments = _WORD.sub(lambda word: _value(word.group(1)), arguments)
             arguments = re.sub(r"\x00(\d+)\x00", lambda at: strings[int(at.group(1))], arguments)
@@ -103,7 +103,7 @@ class GemmaCalls(Struct, frozen=True):
             written.append((head.group(1), arguments))
             at = end
         if not written:
-            raise Broken("What the model wrote as a call cannot be read as one.")
+            raise Broken("The model's call cannot be parsed.")
         return written
 
 

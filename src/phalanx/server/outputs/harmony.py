@@ -20,7 +20,7 @@ START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", 
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
 MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
 
-_STRAY = (MESSAGE, CONSTRAIN, *ENDS)  # marks that end nothing and begin nothing where no header stands before them
+_STRAY = (MESSAGE, CONSTRAIN, *ENDS)  # marks without effect if no header stands before them
 _MARKS = marks_of(*MARKS)
 _MESSAGE = marks_of(MESSAGE)
 _ENDS = marks_of(*ENDS)
@@ -36,7 +36,7 @@ class HarmonyCalls(Struct, frozen=True):
 
 
 def read_harmony(reader: Reader, calls: Calls, is_bound: bool) -> Steps[None]:
-    """Read a whole answer. `is_bound`: a grammar says what its content is, in which marks are text."""
+    """Read a whole answer. `is_bound`: a grammar constrains its content, in which marks are text."""
     opened = ""
     while opened or (opened := (yield from reader.until(_MARKS, calls.text))):
         if opened in _STRAY:

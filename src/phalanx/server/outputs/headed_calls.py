@@ -55,7 +55,7 @@ class HeadedCalls(Struct, frozen=True):
             yield from self._call(reader, calls)
 
     def _call(self, reader: Reader, calls: Calls) -> Steps[None]:
-        """Read one call after its mark, and the marks that close it and its section where they follow."""
+        """Read one call after its mark, and the marks that close it and its section, if they follow."""
         if self.lists and (yield from reader.next_nonspace()) in ("[", "{"):
             yield from read_objects(reader, calls)
             return
@@ -63,7 +63,7 @@ class HeadedCalls(Struct, frozen=True):
         ended = yield from reader.until(marks_of(self.arguments), header.append, most=MAX_NAME)
         found = re.fullmatch(self.name, "".join(header), re.DOTALL)
         if not ended or not found:
-            raise Broken("What the model wrote as a call has no name.")
+            raise Broken("The model's call has no name.")
         calls.begin(found.group(1))
         ends = tuple(filter(None, (self.after.strip(), self.close)))
         yield from arguments_object(reader, calls, *ends)

@@ -4,7 +4,7 @@
     {"name": "get_weather", "arguments": {"city": "Oslo"}}
     </tool_call>
 
-Arguments are sent on as they come if the name stands before them, as all models write it; else when the call is whole.
+Arguments are sent as they come if the name stands before them, as all models write it; else when the call is whole.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from phalanx.server.outputs.reader import Reader, Steps
 
 ARGUMENTS = ("arguments", "parameters")
 KNOWN = ("name", *ARGUMENTS, "type", "id", "function")
-"""Keys that the object of a call has. Another first key of a bare object: it is an answer in JSON."""
+"""Keys of a call's object. A bare object with another first key is an answer in JSON."""
 
 
 class JsonCalls(Struct, frozen=True):
@@ -87,18 +87,18 @@ def read_object(reader: Reader, calls: Calls, *, bare: bool) -> Steps[None]:
     """Read the object of one call, without its end.
 
     Raises:
-        Broken: it is none. Of a `bare` object the first key may say so, and it must have a tool's name and arguments.
+        Broken: it is not a call. A `bare` object must begin with a call's key, and have a tool's name and arguments.
     """
     name = held = ""
     sent = False
     if (yield from reader.next_nonspace()) != "{":
-        raise Broken("What the model wrote as a call is not a JSON object.")
+        raise Broken("The model's call is not a JSON object.")
     yield from reader.accept("{")
     following = yield from reader.next_nonspace()
     while following != "}":
         key = yield from _key(reader)
         if bare and not name and key not in KNOWN:
-            raise Broken("What the model wrote as a call has no name.")
+            raise Broken("The model's call has no name.")
         if key == "name" and not name:
             name = yield from json_string(reader)
             calls.offered(name)
@@ -115,7 +115,7 @@ def read_object(reader: Reader, calls: Calls, *, bare: bool) -> Steps[None]:
         following = yield from _next_member(reader)
     yield from reader.accept("}")
     if not name or (bare and not sent and not held):
-        raise Broken("What the model wrote as a call has no name or no arguments.")
+        raise Broken("The model's call has no name or no arguments.")
     if not sent:
         calls.begin(name)
         calls.arguments(held or "{}")
@@ -123,17 +123,17 @@ def read_object(reader: Reader, calls: Calls, *, bare: bool) -> Steps[None]:
 
 def _key(reader: Reader) -> Steps[str]:
     if (yield from reader.next_nonspace()) != '"':
-        raise Broken("What the model wrote as a call is not JSON.")
+        raise Broken("The model's call is not JSON.")
     key = yield from json_string(reader)
     if (yield from reader.next_nonspace()) != ":":
-        raise Broken("What the model wrote as a call is not JSON.")
+        raise Broken("The model's call is not JSON.")
     yield from reader.accept(":")
     yield from reader.next_nonspace()
     return key
 
 
 def _next_member(reader: Reader) -> Steps[str]:
-    """What follows a member of the object: "}", or the beginning of the next member."""
+    """The character after a member of the object: "}", or the beginning of the next member."""
     following = yield from reader.next_nonspace()
     if following == "}":
         return following

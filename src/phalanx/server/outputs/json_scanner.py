@@ -1,6 +1,6 @@
-"""Says, character by character, whether a text is the beginning of a JSON value. Strict: RFC 8259, bounded depth.
+"""Checks, character by character, whether a text is the beginning of a JSON value. Strict: RFC 8259, bounded depth.
 
-Does not build values and keeps no text: what it took can be sent on at once, because JSON may follow that completes it.
+Builds no values and keeps no text: text that it took can be sent at once, because it can be completed to JSON.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class JsonScanner:
         self._state = "value"  # or key, first_key, first_value, colon, after, string, escape, hex, number, literal, end
         self._is_key = False  # the string is a key
         self._number = ""
-        self._literal = ""  # what is left of a literal
+        self._literal = ""  # rest of a literal
         self._hex = 0  # hexadecimal digits that are missing
 
     @property
     def whole(self) -> bool:
-        """What was taken is a JSON value (a number may go on)."""
+        """The text taken so far is a JSON value (a number may continue)."""
         return self._state == "end" or (self._state == "number" and not self._closers and self._number in _WHOLE_NUMBER)
 
     def take(self, text: str, at: int) -> int:

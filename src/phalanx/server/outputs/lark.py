@@ -11,7 +11,7 @@ from typing import Any
 from phalanx.server.fields.json_schemas import bounded
 
 STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-"""JSON with at most one space between tokens: a small model that may write white space may never stop."""
+"""JSON with at most one space between tokens: a small model that may write more white space may never stop."""
 
 
 class GrammarUnsupported(ValueError):
@@ -68,7 +68,7 @@ class Lark:
 def schemas_in(grammar: str) -> Iterator[dict[str, Any]]:
     """The JSON schemas that stand in a Lark grammar, as `Lark.json` writes them."""
     for found in re.finditer(r"%json\s*(?=\{)", grammar):
-        with contextlib.suppress(ValueError, RecursionError):  # not JSON: the compiler says so
+        with contextlib.suppress(ValueError, RecursionError):  # not JSON, which the compiler reports
             yield json.JSONDecoder().raw_decode(grammar, found.end())[0]
 
 

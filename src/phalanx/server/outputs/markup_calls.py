@@ -8,7 +8,7 @@
     </function>
     </tool_call>
 
-The tool's schema says which values are strings; those are sent on as they come, other values when they are whole.
+Values that are strings by the tool's schema are sent as they come, other values when they are whole.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class MarkupCalls(Struct, frozen=True):
             n += 1
         if not n:
             at_end = not (yield from reader.peek())
-            raise Broken(ENDED if at_end else "What the model wrote as a call cannot be read as one.")
+            raise Broken(ENDED if at_end else "The model's call cannot be parsed.")
 
     def opens_call(self, reader: Reader, calls: Calls) -> Steps[bool]:
         """Whether the name of an offered tool follows the mark of a call."""
@@ -114,7 +114,7 @@ class MarkupCalls(Struct, frozen=True):
         mark = yield from reader.until(marks_of(*ends), head.append, most=MAX_NAME)
         found = re.fullmatch(self.call_name, "".join(head), re.DOTALL)
         if not mark or not found:
-            raise Broken("What the model wrote as a call has no name.")
+            raise Broken("The model's call has no name.")
         if not self.call_head:
             reader.give_back(mark)
         tool = calls.begin(found.group(1))
@@ -128,7 +128,7 @@ class MarkupCalls(Struct, frozen=True):
         calls.arguments(rest)
 
     def _block(self, reader: Reader, calls: Calls, close: str) -> Steps[str]:
-        """Read all arguments as one JSON object between marks. What of it was not sent."""
+        """Read all arguments as one JSON object between marks; the part that was not sent."""
         yield from reader.until(marks_of(self.call_head), lambda head: None, most=MAX_NAME)
         yield from arguments_object(reader, calls)
         yield from reader.next_nonspace()
@@ -136,7 +136,7 @@ class MarkupCalls(Struct, frozen=True):
         return ""
 
     def _parameters(self, reader: Reader, calls: Calls, tool: ToolDefinition) -> Steps[str]:
-        """Read all parameters. What of the arguments' JSON was not sent."""
+        """Read all parameters; the part of the arguments' JSON that was not sent."""
         given: set[str] = set()
         while (yield from reader.after_space(self.parameter[0])):
             yield from reader.next_nonspace()
@@ -148,7 +148,7 @@ class MarkupCalls(Struct, frozen=True):
         return "}" if given else "{}"
 
     def _key(self, reader: Reader) -> Steps[tuple[str, str]]:
-        """Take the head of a parameter: the name in it, and all of it. The line's end may stand for its mark."""
+        """Take the head of a parameter: (its name, all of it). The line's end may stand for its mark."""
         head: list[str] = []
         yield from reader.next_nonspace()
         mark = yield from reader.until(marks_of(*self.key_head, "\n"), head.append, most=MAX_NAME)
@@ -160,7 +160,7 @@ class MarkupCalls(Struct, frozen=True):
                 yield from reader.next_nonspace()
                 found = yield from reader.accept(literal)
         elif mark == "\n" and self.pad:
-            reader.give_back(mark)  # it is the value's
+            reader.give_back(mark)  # it belongs to the value
         if not found or not key:
             raise Broken("one of its parameters has no name.")
         name = key.group(1)
@@ -183,7 +183,7 @@ class MarkupCalls(Struct, frozen=True):
             calls.arguments(value.finish(self.pad if closed else self.gap))
             return
         parts: list[str] = []
-        scanner = JsonScanner()  # marks inside of JSON's strings are text
+        scanner = JsonScanner()  # marks inside JSON's strings are text
         yield from reader.through(scanner.take, parts.append)
         if not scanner.whole or not (yield from reader.after_space(self.parameter[1])):
             reader.give_back("".join(parts))
@@ -194,7 +194,7 @@ class MarkupCalls(Struct, frozen=True):
     def _text(
         self, reader: Reader, calls: Calls, missing: Collection[str], emit: Callable[[str], object]
     ) -> Steps[bool]:
-        """Hand the text of a value to `emit`, up to its end. Whether its closing mark stands there.
+        """Pass the text of a value to `emit`, up to its end; whether its closing mark stands there.
 
         The closing mark is text unless a parameter or the call's end follows it. Without it a value ends at the mark of
         one of the parameters `missing`, at the end of the call, or where another call begins (and this one is broken).
@@ -214,7 +214,7 @@ class MarkupCalls(Struct, frozen=True):
         raise Broken(ENDED)
 
     def _is_next(self, reader: Reader, calls: Calls, mark: str, missing: Collection[str]) -> Steps[bool]:
-        """Whether a mark inside of a value is what follows the value. It was taken."""
+        """Whether a mark that was taken inside a value ends the value."""
         if mark == self.call[0]:
             return (yield from self.opens_call(reader, calls))
         if mark in self.section:
@@ -225,7 +225,7 @@ class MarkupCalls(Struct, frozen=True):
         return key is not None and key.group(1) in missing
 
     def _is_followed(self, reader: Reader) -> Steps[bool]:
-        """Whether after the end of a call, and that of its section, the answer ends or another call begins."""
+        """Whether the answer ends, or another call begins, after the end of a call and of its section."""
         end: list[str] = []
         if (yield from reader.after_space(*self.section[1:])):
             end.append((yield from reader.until(marks_of(*self.section[1:]), end.append)))
@@ -234,9 +234,9 @@ class MarkupCalls(Struct, frozen=True):
         return follows is not None
 
     def is_string(self, schema: Any, root: Mapping[str, Any], head: str = "") -> bool:
-        """Whether every text is a string for a parameter of this schema, so that it can be sent on as it comes.
+        """Whether a parameter of this schema is always a string, so that its text can be sent as it comes.
 
-        `root`: the schema of all arguments, for references; `head`: the parameter's head, which may say the type.
+        `root`: the schema of all arguments, for references; `head`: the parameter's head, which may name the type.
         """
         types = values.types_of(schema, root)
         if self.rule == "kimi":

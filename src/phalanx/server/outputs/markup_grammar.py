@@ -1,7 +1,7 @@
-"""Grammars of calls whose parameters stand one by one: in markup, as Python, in Gemma's format.
+"""Grammars of calls with single parameters: in markup, as Python, in Gemma's format.
 
-Parameters come in the order of the schema, optional ones or not. A string is free text that the reader of the format
-gives back unaltered; a value of another type is JSON.
+Parameters come in the order of the schema, also optional ones. A string is free text that the format's parser returns
+unchanged; a value of another type is JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CallParameter:
         self.types = values.types_of(self.schema, self.root)
 
     def with_definitions(self, schema: Mapping[str, Any]) -> dict[str, Any]:
-        """A part of the schema, with what its references lead to."""
+        """A part of the schema, with the definitions that it refers to."""
         return {**{key: self.root[key] for key in ("$defs", "definitions") if key in self.root}, **schema}
 
 
@@ -42,7 +42,7 @@ def parameters_of(tool: ToolDefinition) -> list[CallParameter]:
     """The parameters of a tool, in the order of its schema.
 
     Raises:
-        GrammarUnsupported: which parameters a call has depends on their values.
+        GrammarUnsupported: the set of parameters depends on their values.
     """
     schema = values.resolved(tool.parameters, tool.parameters)
     if not isinstance(schema, dict):
@@ -109,7 +109,7 @@ def _head(written: str, name: str, **more: str) -> str:
 
 
 def _listed(lark: Lark, members: Sequence[tuple[str, bool]], separator: str) -> str:
-    """Members in order, those that are not required or not, with separators between them."""
+    """Members in order, with or without optional ones, with separators between them."""
     following = begins = '""'
     for member, required in reversed(members):
         begins = lark.rule(f"{member} {following}" + ("" if required else f" | {begins}"))
@@ -141,13 +141,13 @@ def _has_choices(parameter: CallParameter) -> bool:
 
 
 def _choices(parameter: CallParameter) -> list[str]:
-    """The texts of a parameter that has only these values."""
+    """All texts of a parameter with a fixed set of values."""
     allowed = parameter.schema.get("enum", [parameter.schema.get("const")])
     return [value if isinstance(value, str) else json.dumps(value) for value in allowed]
 
 
 def _survives(form: MarkupCalls, text: str, parameter: CallParameter) -> bool:
-    """Whether the reader of the format makes one of the allowed values of this text."""
+    """Whether the format's parser turns this text into one of the allowed values."""
     if form.is_string(parameter.schema, parameter.root):
         string = values.StreamedString(form.pad, may_be_null=form.rule in ("qwen", "minimax"))
         read = string.add(form.pad + text + form.pad) + string.finish(form.pad)
@@ -158,7 +158,7 @@ def _survives(form: MarkupCalls, text: str, parameter: CallParameter) -> bool:
 
 
 def _other_types(parameter: CallParameter) -> Iterator[dict[str, Any]]:
-    """Schemas for the values of a parameter that may be a string, but are none."""
+    """Schemas for the other types of a parameter that may be a string."""
     if isinstance(declared := parameter.schema.get("type"), list):
         yield from ({**parameter.schema, "type": name} for name in declared if name != "string")
     for several in ("anyOf", "oneOf"):
@@ -188,7 +188,7 @@ def _free_text(
         conditions.append("~" + pattern(r"\s*(?i:null)\s*"))
     if form and form.rule == "minicpm":
         conditions.append(pattern(r"[^<]*"))
-    if form and parameter.types != {"string"}:  # what looks like another type would be read as that
+    if form and parameter.types != {"string"}:  # the parser would read a text like another type's value as that
         conditions.append(pattern(r"[A-Za-z](?s:.*)"))
     body = lark.terminal(" & ".join(conditions))
     if lark.begins_with_token(close):
@@ -198,7 +198,7 @@ def _free_text(
 
 
 def _conditions(parameter: CallParameter) -> Iterator[str]:
-    """What the schema asks of a string, as regular expressions."""
+    """The schema's constraints on a string, as regular expressions."""
     schema = parameter.schema
     low, high = schema.get("minLength", 0), schema.get("maxLength", "")
     if low or high != "":

@@ -1,6 +1,6 @@
-"""Which formats of reasoning and calls a model writes: by its chat template, as mlx-lm tells them, or by name.
+"""Finds a model's formats of reasoning and calls: by its chat template, as mlx-lm does, or by name.
 
-Does not know how the formats are read (`formats.py` is the table) or which requests want what.
+`formats.py` is the table of formats.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ XTML = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 
 
 class OutputFormats(Struct, frozen=True):
-    """What a model writes besides content. `added_tokens`: text -> id of the tokens that no other text becomes."""
+    """A model's formats besides content. `added_tokens`: text -> id of the tokenizer's added tokens."""
 
     reasoning: ReasoningFormat | None = None
     tools: NamedToolFormat | None = None
@@ -34,29 +34,29 @@ class OutputFormats(Struct, frozen=True):
 
     @property
     def marks(self) -> frozenset[str]:
-        """The added tokens, special ones too, that have to be decoded as text for the text to be taken apart."""
+        """The added tokens, special ones too, that must be decoded as text for the parser."""
         texts = (*(self.reasoning.texts if self.reasoning else ()), *(self.tools.format.texts if self.tools else ()))
         return frozenset(token for token in self.added_tokens if any(token in text for text in texts))
 
     def describe(self, *, shows_tools: bool = True) -> str:
-        """For people: "tool calls: hermes, reasoning: think".
+        """A line for the log: "tool calls: hermes, reasoning: think".
 
         Args:
-            shows_tools: whether the model's chat template shows it the tools of a request.
+            shows_tools: whether the chat template shows a request's tools to the model.
         """
         calls = self.tools.name if self.tools else "not recognised"
         reasoning = self.reasoning.name if self.reasoning else "none"
         return f"tool calls: {calls if shows_tools else 'none'}, reasoning: {reasoning}"
 
     def without_tools(self) -> OutputFormats:
-        """The shapes for a request without tools. (Harmony's channels are there all the same.)"""
+        """The formats for a request without tools. (Harmony keeps its channels.)"""
         if self.tools is None or isinstance(self.tools.format, HarmonyCalls):
             return self
         return msgspec.structs.replace(self, tools=None)
 
 
 def choose(template: str, added_tokens: Mapping[str, int]) -> OutputFormats:
-    """The shapes of a model with this chat template ("" without one)."""
+    """The formats of a model with this chat template ("" without one)."""
     tools = _tools_of(template, added_tokens)
     reasoning = next((name for name in REASONING if _reasons(REASONING[name], template, added_tokens)), "")
     if tools == "openai":
@@ -69,22 +69,22 @@ def choose(template: str, added_tokens: Mapping[str, int]) -> OutputFormats:
 
 
 def by_name(
-    shapes: OutputFormats, tool_parser: str | None = None, reasoning_parser: str | None = None
+    formats: OutputFormats, tool_parser: str | None = None, reasoning_parser: str | None = None
 ) -> OutputFormats:
-    """`shapes` with formats that a person chose by name; "none" for none of a kind.
+    """`formats`, with those that flags name; "none" for none.
 
     Raises:
         KeyError: no format has this name; the names are `tool_parsers()` and `reasoning_parsers()`.
     """
     if tool_parser is not None:
         name = TOOL_ALIASES.get(tool_parser, tool_parser)
-        shapes = msgspec.structs.replace(shapes, tools=None if name == "none" else NamedToolFormat(name, TOOLS[name]))
+        formats = msgspec.structs.replace(formats, tools=None if name == "none" else NamedToolFormat(name, TOOLS[name]))
     if reasoning_parser is not None:
         name = REASONING_ALIASES.get(reasoning_parser, reasoning_parser)
-        shapes = msgspec.structs.replace(shapes, reasoning=None if name == "none" else REASONING[name])
-    if shapes.tools and isinstance(shapes.tools.format, HarmonyCalls):  # its calls and its reasoning are one format
-        shapes = msgspec.structs.replace(shapes, reasoning=REASONING["openai"])
-    return shapes
+        formats = msgspec.structs.replace(formats, reasoning=None if name == "none" else REASONING[name])
+    if formats.tools and isinstance(formats.tools.format, HarmonyCalls):  # its calls and its reasoning are one format
+        formats = msgspec.structs.replace(formats, reasoning=REASONING["openai"])
+    return formats
 
 
 def tool_parsers() -> list[str]:
@@ -98,28 +98,28 @@ def reasoning_parsers() -> list[str]:
 
 
 def make_parser(
-    shapes: OutputFormats,
+    formats: OutputFormats,
     *,
     tools: Sequence[ToolDefinition],
     in_reasoning: bool,
     parse_tools: bool,
     is_bound: bool = False,
 ) -> OutputParser | None:
-    """What takes one answer's text apart; None if the text is all content.
+    """The parser of one answer's text; None if the text is all content.
 
     Args:
         in_reasoning: the prompt ends inside of reasoning (`ReasoningFormat.is_open`).
-        parse_tools: calls are looked for; else their text is content.
-        is_bound: a grammar says what follows the reasoning: calls, or content in which marks are text.
+        parse_tools: parse calls; else their text is content.
+        is_bound: a grammar constrains the text after the reasoning to calls, or to content in which marks are text.
     """
     if not parse_tools:
-        shapes, tools = shapes.without_tools(), ()
-    if shapes.reasoning is None and shapes.tools is None:
+        formats, tools = formats.without_tools(), ()
+    if formats.reasoning is None and formats.tools is None:
         return None
-    form = shapes.tools.format if shapes.tools else None
-    if shapes.reasoning is REASONING["openai"]:
+    form = formats.tools.format if formats.tools else None
+    if formats.reasoning is REASONING["openai"]:
         form = TOOLS["openai"]
-    return FormatParser(shapes.reasoning, form, tools, in_reasoning=in_reasoning, is_bound=is_bound)
+    return FormatParser(formats.reasoning, form, tools, in_reasoning=in_reasoning, is_bound=is_bound)
 
 
 def _reasons(shape: ReasoningFormat, template: str, added_tokens: Collection[str]) -> bool:

@@ -1,7 +1,7 @@
-"""Grammars, for llguidance, of calls in a model's own format, and of an answer after reasoning.
+"""Writes grammars, for llguidance, of calls in a model's own format, and of an answer after reasoning.
 
-What a grammar here lets through, `format_parser.py` reads as whole calls whose arguments follow the tool's schema (but
-for `format`, which is not enforced). Marks that are tokens of the vocabulary are written as tokens. Does not compile.
+`format_parser.py` parses every text that a grammar here allows into whole calls whose arguments follow the tool's
+schema (except `format`, which is not enforced). Marks that are tokens of the vocabulary are written as tokens.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from phalanx.server.outputs.pieces import ToolDefinition
 from phalanx.server.outputs.pythonic_calls import PythonicCalls
 
 
-def tool_grammar(shapes: OutputFormats, tools: Sequence[ToolDefinition], *, parallel: bool) -> dict[str, Any]:
-    """An answer that is one call of one of `tools`, or with `parallel` one or more.
+def tool_grammar(formats: OutputFormats, tools: Sequence[ToolDefinition], *, parallel: bool) -> dict[str, Any]:
+    """An answer of one call of one of `tools`; with `parallel`, of one or more.
 
     Returns:
         An entry of llguidance's `{"grammars": [...]}`.
@@ -34,14 +34,14 @@ def tool_grammar(shapes: OutputFormats, tools: Sequence[ToolDefinition], *, para
         GrammarUnsupported: the model's format cannot bind a call to a tool's schema.
         ValueError: the model has no format of calls, or there are no tools.
     """
-    if shapes.tools is None or not tools:
+    if formats.tools is None or not tools:
         raise ValueError("a grammar of calls needs tools and a model with a format for them")
-    lark = Lark(shapes.added_tokens)
-    return lark.grammar(_calls(lark, shapes.tools.format, tools, parallel))
+    lark = Lark(formats.added_tokens)
+    return lark.grammar(_calls(lark, formats.tools.format, tools, parallel))
 
 
 def with_reasoning(
-    answer: Mapping[str, Any], shapes: OutputFormats, *, in_reasoning: bool, is_calls: bool = False
+    answer: Mapping[str, Any], formats: OutputFormats, *, in_reasoning: bool, is_calls: bool = False
 ) -> str:
     """The whole output as llguidance's serialised grammar: reasoning if the model reasons, and then the answer.
 
@@ -49,19 +49,19 @@ def with_reasoning(
         answer: an entry of llguidance's list: of `tool_grammar` (`is_calls`), or of an answer's own grammar.
         in_reasoning: the prompt ends inside of reasoning, so that the output begins there.
     """
-    lark = Lark(shapes.added_tokens)
-    tools = shapes.tools.format if shapes.tools else None
-    if isinstance(tools, HarmonyCalls) or (shapes.reasoning and shapes.reasoning.open.startswith(harmony.CHANNEL)):
+    lark = Lark(formats.added_tokens)
+    tools = formats.tools.format if formats.tools else None
+    if isinstance(tools, HarmonyCalls) or (formats.reasoning and formats.reasoning.open.startswith(harmony.CHANNEL)):
         start = _after_analysis(lark, is_calls)
-    elif shapes.reasoning:
-        start = _after_reasoning(lark, shapes.reasoning, tools, in_reasoning)
+    elif formats.reasoning:
+        start = _after_reasoning(lark, formats.reasoning, tools, in_reasoning)
     else:
         return json.dumps({"grammars": [answer]})
     return json.dumps({"grammars": [lark.grammar(f"{start} @answer"), {**answer, "name": "answer"}]})
 
 
 def _after_reasoning(lark: Lark, shape: ReasoningFormat, tools: ToolFormat | None, in_reasoning: bool) -> str:
-    """What stands before the answer: reasoning that the prompt began, or that the model may begin."""
+    """The part before the answer: reasoning that the prompt began, or that the model may begin."""
     ends = (shape.close, *(tools.opens if tools and not isinstance(tools, HarmonyCalls) else ()))
     block = _text_until(lark, ends) + " " + lark.rule(r'"\n"? "\n"?')
     if in_reasoning:
@@ -121,7 +121,7 @@ def _one_of(lark: Lark, expressions: Sequence[str]) -> str:
 
 
 def _arguments(lark: Lark, tool: ToolDefinition) -> str:
-    """An expression for all arguments as one JSON object. It has no members that the schema does not name."""
+    """An expression for all arguments as one JSON object, without members that the schema does not name."""
     schema = {"type": "object", **(tool.parameters or {"properties": {}})}
     if schema.get("properties") == {} and not schema.get("required"):
         schema.setdefault("additionalProperties", False)

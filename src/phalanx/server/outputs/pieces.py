@@ -1,4 +1,4 @@
-"""The pieces that a model's text is taken apart into, and the interface of what does it."""
+"""The pieces of a model's parsed text, and the parser's interface."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ class CallBegin(Struct, frozen=True):
 
 
 class CallArguments(Struct, frozen=True):
-    """A further fragment of the begun call's arguments. All fragments of a call that ends are one JSON object."""
+    """A further fragment of the open call's arguments. All fragments of a whole call are one JSON object."""
 
     text: str
 
 
 class CallEnd(Struct, frozen=True):
-    """The begun call is whole, and its arguments are a JSON object.
+    """The open call is whole, and its arguments are a JSON object.
 
     `source` is the model's own text of the call with the marks around it. Marks around several calls belong to
-    the first and the last one, what is between two calls to the second.
+    the first and the last one, text between two calls to the second.
     """
 
     source: str
 
 
 class CallBroken(Struct, frozen=True):
-    """The begun call is void: its arguments are no JSON, or the text ended inside. Its text follows as `TextPiece`.
+    """The open call is invalid: its arguments are not JSON, or the text ended inside. Its text follows as `TextPiece`.
 
     An answer that is sent whole leaves the call out; a stream has sent the fragments so far and adds none.
     """
@@ -52,17 +52,17 @@ Piece = TextPiece | ReasoningPiece | CallBegin | CallArguments | CallEnd | CallB
 
 
 class OutputParser(Protocol):
-    """Takes one answer's text in order. The joined pieces do not depend on where the text is cut."""
+    """Parses one answer's text in order. The joined pieces do not depend on where the text is cut."""
 
     def add(self, text: str) -> list[Piece]:
         """The pieces that are certain with this text."""
 
     def finish(self) -> list[Piece]:
-        """The pieces of text that was held back; to be called once, at the end."""
+        """The pieces of text that was held back. Call it once, at the end."""
 
     @property
     def detail(self) -> str:
-        """Why a call came out as text, for the answer's `finish_detail`; "" if none did."""
+        """Why a call became text, for the answer's `finish_detail`; "" if none did."""
 
 
 class ToolDefinition(Struct, frozen=True):
@@ -71,4 +71,4 @@ class ToolDefinition(Struct, frozen=True):
     name: str
     description: str = ""
     parameters: dict[str, Any] = {}  # a JSON schema of the arguments' object
-    field: str = "tools"  # of the body, that holds the schema, for errors
+    field: str = "tools"  # of the body with the schema, for errors

@@ -2,7 +2,7 @@
 
     [get_weather(city="Oslo", days=2), get_time()]
 
-Each argument is sent on when it is whole. JSON's `true`, `false` and `null` are understood beside Python's.
+Each argument is sent when it is whole. JSON's `true`, `false` and `null` are accepted beside Python's.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PythonicCalls(Struct, frozen=True):
     def read(self, reader: Reader, calls: Calls, opened: str) -> Steps[None]:
         """Read the list after `opened`, which is "" for an answer that begins with it."""
         if (yield from reader.next_nonspace()) != "[":
-            raise Broken("What the model wrote as calls is not a list.")
+            raise Broken("The text of the model's calls is not a list.")
         yield from reader.accept("[")
         following = ","
         while following == ",":
@@ -67,7 +67,7 @@ class PythonicCalls(Struct, frozen=True):
         opened = yield from reader.until(marks_of("("), head.append, most=MAX_NAME)
         name = re.fullmatch(_NAME, "".join(head))
         if not opened or not name:
-            raise Broken("What the model wrote as a call has no name.")
+            raise Broken("The model's call has no name.")
         calls.begin(name.group(1))
         calls.arguments("{")
         before = ""
@@ -95,7 +95,7 @@ def _expression(reader: Reader) -> Steps[str]:
 
 
 def _json_of(text: str) -> str:
-    """The JSON of an argument: of a Python constant, or of JSON, which models mix; of bare words, that of a string.
+    """The JSON of an argument: a Python constant, JSON or a mixture; bare words are a string.
 
     Raises:
         Broken: it is none of these.
@@ -111,16 +111,16 @@ def _json_of(text: str) -> str:
 
 
 class ExpressionScanner:
-    """Finds the end of a Python expression: the comma or closing bracket outside of its strings and brackets."""
+    """Finds the end of a Python expression: the comma or closing bracket outside its strings and brackets."""
 
     def __init__(self) -> None:
         self._depth = 0
-        self._quote = ""  # of the string that is open: one character or three
+        self._quote = ""  # of the open string: one character or three
         self._run = ""  # quotes in a row that may open or close a string
         self._escaped = False
 
     def take(self, text: str, at: int) -> int:
-        """The place in `text`, from `at` on, where the expression ends; the text's end if it goes on."""
+        """The place in `text`, from `at` on, where the expression ends; the text's end if it continues."""
         while at < len(text):
             char = text[at]
             if self._quote:

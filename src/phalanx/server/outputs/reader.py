@@ -1,8 +1,8 @@
-"""Text that is read while it comes, by generators that pause where more of it is needed.
+"""Reads text while it comes, by generators that pause where they need more.
 
 A parser of a format is written as if it had the whole text; each `yield` means "wait for more text". All waiting is in
 this file, and every method takes the same text wherever it is cut. The work is linear: text that cannot be part of a
-mark is taken at once and never looked at again.
+mark is taken at once and never read again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SPACE = " \t\n\r"
 
 
 class Marks:
-    """Texts to look for. Of two that begin at the same place none may begin the other."""
+    """Texts to search for; none may be a prefix of another."""
 
     def __init__(self, marks: Collection[str]) -> None:
         self.pattern = re.compile("|".join(re.escape(mark) for mark in sorted(marks)) or r"(?!)")
@@ -28,7 +28,7 @@ class Marks:
         self._longest = max(map(len, marks), default=0)
 
     def held(self, text: str, at: int) -> int:
-        """The length of the end of `text`, from `at` on, that may be the beginning of a mark."""
+        """The length of the end of `text`, from `at` on, that may begin a mark."""
         for n in range(min(self._longest - 1, len(text) - at), 0, -1):
             if text[-n:] in self._beginnings:
                 return n
@@ -42,7 +42,7 @@ def marks_of(*marks: str) -> Marks:
 
 
 class Reader:
-    """The text so far, and what of it was taken."""
+    """The text so far, and how much of it was taken."""
 
     def __init__(self) -> None:
         self.ended = False  # no more text will come
@@ -51,20 +51,20 @@ class Reader:
         self._record: list[str] | None = None
 
     def feed(self, text: str) -> None:
-        """Append text; what was taken is dropped."""
+        """Append text, and drop the text that was taken."""
         self._text = self._text[self._at :] + text
         self._at = 0
 
     def record(self, first: str = "") -> None:
-        """Forget what was recorded; from now on `recorded` is `first` and all text that is taken."""
+        """Start a recording: from now on `recorded` is `first` and all text that is taken."""
         self._record = [first]
 
     def recorded(self) -> str:
-        """What was taken since `record`, after its first words; empty if nothing is recorded."""
+        """The recording since `record`; empty if there is none."""
         return "".join(self._record or ())
 
     def stop_recording(self) -> None:
-        """Record no more, and forget what was recorded."""
+        """End and forget the recording."""
         self._record = None
 
     def peek(self) -> Steps[str]:
@@ -82,13 +82,13 @@ class Reader:
         return char
 
     def accept(self, literal: str) -> Steps[bool]:
-        """Take `literal` if the text goes on with it."""
+        """Take `literal` if the text continues with it."""
         if found := (yield from self.follows(literal)):
             self._take(len(literal))
         return found
 
     def follows(self, literal: str) -> Steps[bool]:
-        """Whether the text goes on with `literal`, which is not taken."""
+        """Whether the text continues with `literal`, which is not taken."""
         while len(self._text) - self._at < len(literal):
             if self.ended or not literal.startswith(self._text[self._at :]):
                 return False
@@ -96,7 +96,7 @@ class Reader:
         return self._text.startswith(literal, self._at)
 
     def after_space(self, *literals: str) -> Steps[str | None]:
-        """The one of `literals` that follows, behind white space or not; "" at the end, None before other text.
+        """The one of `literals` that follows, also after white space; "" at the end, None before other text.
 
         Nothing is taken.
         """
@@ -119,9 +119,9 @@ class Reader:
         return text
 
     def until(self, marks: Marks, emit: Callable[[str], object], most: int | None = None) -> Steps[str]:
-        """Hand the text before the first of `marks` to `emit`, take the mark and return it.
+        """Pass the text before the first of `marks` to `emit`, take the mark and return it.
 
-        "" if the text ends before, or after `most` characters without a mark (a header that is none).
+        "" if the text ends before, or after `most` characters without a mark (not a header).
         """
         n = 0
         while True:
@@ -130,7 +130,7 @@ class Reader:
             if found and found.start() <= end:
                 end = found.start()
             else:
-                found = None  # or one inside of what may become a longer mark
+                found = None  # or one inside text that may become a longer mark
             if most is not None and n + end - self._at > most:
                 emit(self._take(most - n))
                 return ""
@@ -144,7 +144,7 @@ class Reader:
             yield
 
     def through(self, take: Callable[[str, int], int], emit: Callable[[str], object]) -> Steps[bool]:
-        """Hand text to `emit` as far as `take(text, at)` says, which returns the place where it stopped.
+        """Pass text to `emit` up to the place where `take(text, at)` stops, which it returns.
 
         True when it stops before the end of the text so far; False if the text ended.
         """
@@ -159,7 +159,7 @@ class Reader:
             yield
 
     def give_back(self, text: str) -> None:
-        """Undo that `text` was taken last."""
+        """Give back `text`, which was taken last."""
         n = len(text)
         if n <= self._at:
             self._at -= n

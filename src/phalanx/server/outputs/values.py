@@ -1,7 +1,7 @@
-"""Values of parameters that models write as plain text: their JSON, by the schema of the tool.
+"""Converts parameters that models write as plain text to JSON, by the tool's schema.
 
-Follows mlx-lm's parsers of whole texts (`mlx_lm/tool_parsers/`) but for parameters that may have several types: those
-are read as one of their types.
+Follows mlx-lm's parsers of whole texts (`mlx_lm/tool_parsers/`), except that a parameter of several types is read as
+one of its types.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from phalanx.server.outputs.json_scanner import is_json
 
 MAX_REFERENCES = 8  # that lead from one schema to the next
-MAX_CHOICES = 256  # of one schema, looked at for their types
+MAX_CHOICES = 256  # of one schema that are searched for types
 MAX_PYTHON = 2**15  # characters of a value that is read as Python; it takes some 40 ms
 MAX_DEPTH = 50  # brackets inside each other in a value that is read as Python
 
@@ -28,7 +28,7 @@ def to_json(value: Any) -> str:
     """The value's JSON.
 
     Raises:
-        ValueError: there is none (infinite numbers, sets).
+        ValueError: it has none (infinite numbers, sets).
     """
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -41,12 +41,12 @@ def to_json(value: Any) -> str:
 
 
 def string_json(text: str) -> str:
-    """The JSON of a string, without its quotes: of parts of a string, joined, it is that of the whole."""
+    """The JSON of a string, without its quotes; the JSON of parts joins to that of the whole."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """The schema that a local reference stands for; any other schema itself."""
+    """The schema that a local reference leads to; any other schema itself."""
     for _ in range(MAX_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(reference, str) or not reference.startswith("#/"):
@@ -61,7 +61,7 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """The types that values of a schema may have, by `type`, `enum`, `const`, `anyOf`, `oneOf` and `allOf`."""
     types: set[str] = set()
     found = [schema]
-    for schema in found:  # grows meanwhile, up to MAX_CHOICES
+    for schema in found:  # grows in the loop, up to MAX_CHOICES
         schema = resolved(schema, root)
         if not isinstance(schema, dict):
             continue
@@ -88,7 +88,7 @@ def _type_of(value: Any) -> str:
 def convert_typed(text: str, types: Collection[str], *, containers: bool) -> str:
     """The JSON of a value as Qwen3-Coder and MiniMax write it: a string is not quoted, null is one word.
 
-    `containers`: a value without a declared type that is an object or a list in JSON is one.
+    `containers`: a value without a declared type that is a JSON object or list becomes one.
     """
     if not set(types) & set(_STRINGS) and types:
         text = text.strip()
@@ -108,7 +108,7 @@ def convert_typed(text: str, types: Collection[str], *, containers: bool) -> str
 
 
 def _specific(kind: str) -> int:
-    """The order in which types are tried: every text is a string."""
+    """Rank of a type in the order of tries; a string comes last, since every text is one."""
     order = ("null", "int", "num", "float", "bool", "obj", "dict", "arr", "list")
     return next((i for i, start in enumerate(order) if kind.startswith(start)), len(order) + (kind in _STRINGS))
 
@@ -161,7 +161,7 @@ def convert_json(text: str) -> str:
 
 
 def python_json(text: str) -> str:
-    """The JSON of a Python constant. JSON's true, false and null are understood, too.
+    """The JSON of a Python constant. JSON's true, false and null are accepted, too.
 
     Raises:
         ValueError: the text is not one.
@@ -170,7 +170,7 @@ def python_json(text: str) -> str:
         raise ValueError("too long")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escape sequences and the like: it is a model's text, not ours
+            warnings.simplefilter("ignore")  # on escape sequences and the like in a model's text
             tree = ast.parse(text.strip(), mode="eval").body
         return to_json(ast.literal_eval(_Constants().visit(tree)))
     except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
@@ -178,7 +178,7 @@ def python_json(text: str) -> str:
 
 
 class _Constants(ast.NodeTransformer):
-    """JSON's words, which templates of models write inside of lists and dictionaries."""
+    """Accepts JSON's true, false and null, which models write inside lists and dictionaries."""
 
     _values = {"true": True, "false": False, "null": None}
 
@@ -213,13 +213,13 @@ class StreamedString:
 
     Args:
         before: white space that the format puts before a value: one character, or none.
-        may_be_null: the text `null` is no string.
+        may_be_null: the text `null` means null.
     """
 
     def __init__(self, before: str, *, may_be_null: bool) -> None:
         self._before = before
         self._may_be_null = may_be_null
-        self._newline = ""  # a newline that may be the format's, after the value
+        self._newline = ""  # a newline that may belong to the format, after the value
         self._held = ""  # a beginning of null
         self._begun = False  # the opening quote was sent
 
@@ -234,7 +234,7 @@ class StreamedString:
         return self._certain(self._held + body)
 
     def finish(self, after: str) -> str:
-        """The JSON that is left, with the closing quote. `after`: white space that is the format's, if it is there."""
+        """The rest of the JSON, with the closing quote. `after`: white space that the format may put after the text."""
         rest = self._held + self._newline.removesuffix(after)
         if self._may_be_null and not self._begun and rest.lower() == "null":
             return "null"

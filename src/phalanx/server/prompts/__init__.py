@@ -1,1 +1,1 @@
-"""From messages to tokens: chat template, earlier answers in their own tokens, tokenizer, grammars to be compiled."""
+"""Turns messages into tokens: chat template, earlier answers in their own tokens, tokenizer, grammars."""

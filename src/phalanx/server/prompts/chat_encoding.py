@@ -1,6 +1,6 @@
-"""From a chat request to what its answer needs: the prompt, a grammar, and how the text is taken apart.
+"""Encodes a chat request: its prompt, its grammar, and the parser of its answers.
 
-Remembers the answers that call tools, and gives them back in later prompts.
+Remembers the answers that call tools, and reuses their tokens in later prompts.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class Encoded(Struct, frozen=True, kw_only=True):
     prompts: list[list[int]]
     is_recalled: bool = False  # see `Rendered`
     answer: AnswerGrammar | None = None  # takes the place of the options' own
-    whole: WrapGrammar = answer_alone  # of the answer's grammar, that of the model's whole output
-    reading: ParserConfig | None = None
+    wrap: WrapGrammar = answer_alone  # the answer's grammar -> the grammar of the model's whole output
+    parser_config: ParserConfig | None = None
 
 
-def either(one: str, other: str) -> str:
-    """A grammar of what matches one of two grammars; all three are serialised."""
+def union_grammar(one: str, other: str) -> str:
+    """A grammar that matches what either of two grammars matches; all three are serialised."""
     entries: list[dict[str, Any]] = [{"lark_grammar": "start: @either_0 | @either_1"}]
     for i, grammar in enumerate((one, other)):
         first, *rest = msgspec.json.decode(grammar)["grammars"]
-        for entry in rest:  # names are global
+        for entry in rest:  # whose names are global
             own = f"{entry['name']}_{i}"
             first = {**first, "lark_grammar": first["lark_grammar"].replace(f"@{entry['name']}", f"@{own}")}
             entries.append({**entry, "name": own})
@@ -55,22 +55,22 @@ class ChatEncoder:
     """Encodes chat requests for one model.
 
     Args:
-        shapes: the formats of calls and reasoning that the model writes.
+        formats: the formats of calls and reasoning that the model writes.
         memory: of the answers that called tools.
     """
 
-    def __init__(self, prompts: Prompts, shapes: OutputFormats, memory: CallMemory) -> None:
+    def __init__(self, prompts: Prompts, formats: OutputFormats, memory: CallMemory) -> None:
         self._prompts = prompts
-        self._shapes = shapes
-        self._marks = _ids(shapes)
-        self._marks_without_tools = _ids(shapes.without_tools())
-        self._memory = None if shapes.tools is None else memory
+        self._formats = formats
+        self._marks = _ids(formats)
+        self._marks_without_tools = _ids(formats.without_tools())
+        self._memory = None if formats.tools is None else memory
 
     async def encode(self, request: ChatRequest, owner: str, limit: int, begun: list[int] | None = None) -> Encoded:
-        """The request's prompt and what its answer has to be.
+        """The request's prompt, and the grammar and parser of its answer.
 
         Args:
-            owner: whose API key it has.
+            owner: of its API key.
             limit: tokens of the context.
             begun: see `Prompts.encode_chat`.
 
@@ -80,18 +80,18 @@ class ChatEncoder:
         rendered = await self._prompts.encode_chat(
             request.conversation, limit=limit, memory=self._memory, owner=owner, begun=begun
         )
-        reasoning = self._shapes.reasoning
+        reasoning = self._formats.reasoning
         in_reasoning = reasoning is not None and reasoning.is_open(rendered.tail)
         encoded = Encoded(
             prompts=[rendered.tokens],
             is_recalled=rendered.is_recalled,
-            whole=self._whole(in_reasoning),
-            reading=self._reading(request, rendered, in_reasoning, owner),
+            wrap=self._wrap(in_reasoning),
+            parser_config=self._parser_config(request, rendered, in_reasoning, owner),
         )
         return await self._with_calls(encoded, request, in_reasoning)
 
     async def _with_calls(self, encoded: Encoded, request: ChatRequest, in_reasoning: bool) -> Encoded:
-        """With a grammar where the answer has to be a call, or may be one beside what `response_format` says."""
+        """With a grammar if the answer must be a call, or may be one instead of the request's own format."""
         tools = request.tools
         if tools is None or not (tools.required or request.options.answer):
             return encoded
@@ -99,32 +99,32 @@ class ChatEncoder:
         def grammar() -> dict[str, Any]:
             for tool in tools.tools:
                 check_numbers(tool.parameters, tool.field)
-            return tool_grammar(self._shapes, tools.tools, parallel=tools.parallel)
+            return tool_grammar(self._formats, tools.tools, parallel=tools.parallel)
 
         try:
             calls = await self._prompts.run(tools.n_chars, grammar)
         except GrammarUnsupported as error:
             raise unsupported("tools", f"where calls have a grammar: {error}") from error
-        whole = self._whole(in_reasoning, is_calls=True)
+        wrap = self._wrap(in_reasoning, is_calls=True)
         if tools.required or request.options.answer is None:
             answer = AnswerGrammar(param="tools", place="tools", grammar=calls, parts=_schemas(tools))
-            return replace(encoded, answer=answer, whole=whole)
+            return replace(encoded, answer=answer, wrap=wrap)
         answer = replace(request.options.answer, parts=_schemas(tools))
-        return replace(encoded, answer=answer, whole=lambda other: either(whole(calls), encoded.whole(other)))
+        return replace(encoded, answer=answer, wrap=lambda other: union_grammar(wrap(calls), encoded.wrap(other)))
 
-    def _whole(self, in_reasoning: bool, *, is_calls: bool = False) -> WrapGrammar:
-        """Puts the reasoning that the model writes first in front of a grammar."""
-        if self._shapes.reasoning is None:
+    def _wrap(self, in_reasoning: bool, *, is_calls: bool = False) -> WrapGrammar:
+        """A function that puts the model's reasoning before a grammar."""
+        if self._formats.reasoning is None:
             return answer_alone
-        return partial(with_reasoning, shapes=self._shapes, in_reasoning=in_reasoning, is_calls=is_calls)
+        return partial(with_reasoning, formats=self._formats, in_reasoning=in_reasoning, is_calls=is_calls)
 
-    def _reading(self, request: ChatRequest, rendered: Rendered, in_reasoning: bool, owner: str) -> ParserConfig:
+    def _parser_config(self, request: ChatRequest, rendered: Rendered, in_reasoning: bool, owner: str) -> ParserConfig:
         tools = request.tools
 
         def parser() -> OutputParser | None:
             offered = () if tools is None else tools.tools
             return make_parser(
-                self._shapes,
+                self._formats,
                 tools=offered,
                 in_reasoning=in_reasoning,
                 parse_tools=tools is not None,
@@ -140,7 +140,7 @@ class ChatEncoder:
             parser=parser,
             marks=self._marks_without_tools if tools is None else self._marks,
             one_call=tools is not None and not tools.parallel,
-            reasons=self._shapes.reasoning is not None,
+            reasons=self._formats.reasoning is not None,
             remember=remember,
         )
 
@@ -151,6 +151,6 @@ def _schemas(tools: ToolUse) -> tuple[AnswerGrammar, ...]:
     )
 
 
-def _ids(shapes: OutputFormats) -> frozenset[int]:
+def _ids(formats: OutputFormats) -> frozenset[int]:
     """The marks of these formats that are tokens."""
-    return frozenset(shapes.added_tokens[mark] for mark in shapes.marks)
+    return frozenset(formats.added_tokens[mark] for mark in formats.marks)

@@ -1,8 +1,8 @@
-"""Compiles what requests say their answers look like, on threads beside the event loop, before they are computed.
+"""Compiles the grammars of requests' answers on threads beside the event loop, before the engine gets the requests.
 
 A grammar is tried with limited time and memory, and then compiled for the model's tokenizer, so that the engine gets
-none that fails. Results are kept by content. An API key's grammars are compiled one after the other: many that take
-long keep no other key waiting for more than one of them. Does not know the fields (`structured.py`) or the engine.
+none that fails. Results are cached by content. An API key's grammars are compiled one after the other, so that many
+slow ones delay other keys by one of them at most. `structured.py` parses the fields.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from phalanx.text.grammar import COMPILE_STACK, GrammarCompiler
 from phalanx.text.grammar_process import TOO_COMPLEX, GrammarTrial
 from phalanx.text.tokenizer import Tokenizer
 
-THREADS = 2  # so that a key's grammar does not wait for that of one other
+THREADS = 2  # so that a key's grammar does not wait for one of another key
 KEPT = 64  # results; a grammar has 128 KiB at most
 
 Key = tuple[str, bool, str]
-"""Of a result: where the answer's grammar stands in the request, its notation, and the grammar of the whole output."""
+"""Of a result: the place of the answer's grammar in the request, whether it is GBNF, the whole output's grammar."""
 WrapGrammar = Callable[[Mapping[str, Any]], str]
-"""The grammar of an answer -> that of the model's whole output, serialised."""
+"""The grammar of an answer -> the grammar of the model's whole output, serialised."""
 
 
 def answer_alone(grammar: Mapping[str, Any]) -> str:
-    """The serialised grammar of an output that is nothing but the answer."""
+    """The serialised grammar of an output that is the answer alone."""
     return msgspec.json.encode({"grammars": [grammar]}).decode()
 
 
@@ -55,34 +55,34 @@ class GrammarChecks:
         self._kept: OrderedDict[Key, str | InvalidRequest] = OrderedDict()  # latest used last
 
     def prepare(self) -> None:
-        """Begin what the first grammar would wait for: the process that tries it, and the vocabulary. Returns at once.
+        """Start the process and read the vocabulary that the first grammar needs. Returns at once.
 
-        An error is not lost: the first grammar meets it again.
+        The first grammar reports errors of this.
         """
         if self._compiler is not None:
             self._threads.submit(self._trial.start)
             self._threads.submit(self._compiler.prepare)
 
-    async def output_grammar(self, answer: AnswerGrammar | None, owner: str, whole: WrapGrammar = answer_alone) -> str:
+    async def output_grammar(self, answer: AnswerGrammar | None, owner: str, wrap: WrapGrammar = answer_alone) -> str:
         """The grammar of a model's whole output, which the engine can compile; empty if the output may be any text.
 
         Args:
-            owner: stands for the API key of the request.
-            whole: puts what the model writes before its answer in front.
+            owner: of the request's API key.
+            wrap: adds the model's output before its answer.
 
         Raises:
             InvalidRequest: it cannot be compiled; names field, place and reason.
         """
         if answer is None:
             return ""
-        key = (answer.place, answer.is_gbnf, whole(answer.grammar))
+        key = (answer.place, answer.is_gbnf, wrap(answer.grammar))
         if key not in self._kept:
             turn = self._turns.setdefault(owner, asyncio.Lock())
             await turn.acquire()
             if key in self._kept:  # another request had the same
                 turn.release()
             else:
-                work = asyncio.get_running_loop().run_in_executor(self._threads, self._compile, answer, whole)
+                work = asyncio.get_running_loop().run_in_executor(self._threads, self._compile, answer, wrap)
                 work.add_done_callback(partial(self._on_compiled, key, turn))
                 await asyncio.shield(work)
         found = self._kept[key]
@@ -92,7 +92,7 @@ class GrammarChecks:
         raise InvalidRequest(found.message, param=found.param)
 
     def _on_compiled(self, key: Key, turn: asyncio.Lock, work: asyncio.Future[str | InvalidRequest]) -> None:
-        """Keep the result and end the key's turn, though the client may have left."""
+        """Cache the result and end the key's turn, even if the client has left."""
         turn.release()
         if not work.cancelled() and work.exception() is None:
             self._kept[key] = work.result()
@@ -103,7 +103,7 @@ class GrammarChecks:
         """Cancel queued work and return at once; running work continues to its end."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _compile(self, answer: AnswerGrammar, whole: WrapGrammar) -> str | InvalidRequest:
+    def _compile(self, answer: AnswerGrammar, wrap: WrapGrammar) -> str | InvalidRequest:
         """The serialised grammar, or why there is none."""
         if self._compiler is None:
             return _refusal(answer, "this model names no token that ends an answer")
@@ -113,7 +113,7 @@ class GrammarChecks:
                 grammar = {"lark_grammar": self._trial.lark(grammar["lark_grammar"])}
             if (schema := grammar.get("json_schema")) is not None:
                 self._trial.check_schema(schema)
-            text = whole(grammar)
+            text = wrap(grammar)
             self._trial.check(text)
             self._compiler.check(text)
         except GrammarRefused as error:
@@ -121,7 +121,7 @@ class GrammarChecks:
         return text
 
     def _refused_part(self, answer: AnswerGrammar, whole: GrammarRefused) -> InvalidRequest | None:
-        """The refusal of the part because of which the whole is refused. Takes no longer than the whole took."""
+        """The refusal of the part that makes the whole refused, found in the time that the whole took."""
         if len(answer.parts) > 1 and whole.message.startswith(TOO_COMPLEX):
             return None
         for part in answer.parts:
@@ -133,13 +133,13 @@ class GrammarChecks:
 
 
 def _threads_with_deep_stacks() -> ThreadPoolExecutor:
-    """What was tried on a stack of the usual size must not overflow the one on which it is compiled."""
+    """Threads with larger stacks than the trial's, so that no grammar that passed the trial overflows them."""
     ready = threading.Barrier(THREADS + 1)
     before = threading.stack_size(COMPILE_STACK)
     try:
         threads = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
         for _ in range(THREADS):
-            threads.submit(ready.wait)  # keeps its thread, so that the next one starts another
+            threads.submit(ready.wait)  # occupies its thread, so that the next one starts another
     finally:
         threading.stack_size(before)
     ready.wait()

@@ -20,11 +20,11 @@ from phalanx.server.prompts.rendering import TAIL, Rendered, continued, in_order
 from phalanx.server.requests.parsed import Conversation
 from phalanx.text.tokenizer import Tokenizer
 
-THREADS = 2  # of each kind, so that a text does not wait for one other; more would take cores from the model
+THREADS = 2  # of each kind, so that a text does not wait for another one; more would take cores from the model
 SHORT = 1 << 14  # characters or tokens; takes some 5 ms
 MESSAGE_CHARS = 32  # rendering a message takes as long as tokenising so many characters
-PIECE = 1 << 16  # characters tokenised at once while it is open whether a text fits
-SURE_BYTES = 4  # per token of the context: a text that is no longer is tokenised at once; English has 4 or 5
+PIECE = 1 << 16  # characters tokenised at once until it is clear whether a text fits
+SURE_BYTES = 4  # per token of the context, up to which a text is tokenised at once; English has 4 or 5
 
 T = TypeVar("T")
 
@@ -49,9 +49,8 @@ class Prompts:
         """Render messages with the chat template and tokenise them. `limit`: see `_refuse_if_too_long`.
 
         Args:
-            memory: of the answers that called tools, which are given back as the model wrote them; None: all is the
-                template's.
-            owner: whose answers these are.
+            memory: of the answers that called tools, whose own tokens are used again; None: use the template for all.
+            owner: of these answers.
             begun: the prompt of an answer that another server began; empty: the template's, of these messages alone.
                 None: the answer begins here.
 
@@ -111,10 +110,10 @@ class Prompts:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _refuse_if_too_long(self, text: str, limit: int, field: str) -> None:
-        """Refuse a text that certainly has more than `limit` tokens. One that has not many more may pass.
+        """Refuse a text that certainly has more than `limit` tokens. One with slightly more may pass.
 
-        A cut between two words changes no token, as tokenizers begin one at a space. Elsewhere a cut adds a few tokens;
-        a text is therefore refused only when its pieces have twice as many as fit.
+        A cut between two words changes no token, since tokenizers begin one at a space. Elsewhere a cut adds a few
+        tokens, so a text is refused only if its pieces have twice as many as fit.
         """
         if len(text.encode()) <= SURE_BYTES * limit:
             return
@@ -128,7 +127,7 @@ class Prompts:
         )
 
     def _counts_at_most(self, most: int, text: str) -> bool:
-        """Whether the pieces of a text have at most so many tokens; stops at the piece that has one too many."""
+        """Whether the pieces of a text have at most so many tokens; stops at the piece that exceeds it."""
         n_tokens = 0
         for piece in _pieces(text):
             n_tokens += len(self.tokenizer.encode(piece, add_special_tokens=False))

@@ -1,8 +1,7 @@
-"""A conversation's prompt that goes on where a remembered answer ended, instead of in the template's words for it.
+"""Renders a conversation's prompt, with a remembered answer's own tokens in place of the template's rendering of it.
 
-The template still decides what the model sees: where it now leaves out something that it showed then (older reasoning,
-tools that it moves to the last question), its own rendering counts. Does not know which answers are remembered
-(`call_memory.py`).
+The template still decides what the model sees: if it now leaves out something that it showed then (older reasoning,
+tools that it moves to the last question), its own rendering counts. `call_memory.py` remembers the answers.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ class Rendered(Struct, frozen=True, kw_only=True):
 
     tokens: list[int]
     tail: str = ""  # the end of its text
-    digest: bytes = b""  # stands for the conversation; see `call_memory.digests`
-    is_recalled: bool = False  # another one than the template makes of the messages alone
+    digest: bytes = b""  # of the conversation; see `call_memory.digests`
+    is_recalled: bool = False  # it differs from the template's rendering of the messages alone
 
 
 def render(tokenizer: Tokenizer, conversation: Conversation) -> str:
-    """The conversation as text. System messages stand where they are, or where the template refuses that, in a turn.
+    """The conversation as text. System messages keep their places; if the template refuses that, they move into turns.
 
     Raises:
         InvalidRequest: as `Tokenizer.render_chat`.
@@ -49,9 +48,9 @@ def render(tokenizer: Tokenizer, conversation: Conversation) -> str:
 
 
 def system_in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages for templates that know a system message at the beginning only, and turns of user and assistant.
+    """Messages for templates that accept a system message at the beginning only, and turns of user and assistant.
 
-    What the system says first stays its own, in one message; what it says later becomes a part of the user's turn.
+    The first system messages become one; later ones become a part of the user's turn.
     """
     found: list[dict[str, Any]] = []
     for message in messages:
@@ -66,9 +65,9 @@ def system_in_turns(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def in_order_of_calls(conversation: Conversation) -> Conversation:
-    """The conversation with results of tools in the order of the calls: templates without ids pair them by that.
+    """The conversation with tool results in the order of the calls, by which templates without ids pair them.
 
-    Results change places with each other between two messages of the assistant; other messages stay where they are.
+    Results between two messages of the assistant change places; other messages keep theirs.
     """
     messages, found = conversation.messages, list(conversation.messages)
     waiting: dict[str, list[int]] = {}  # id in the last answer -> the places of its calls that have no result yet
@@ -108,14 +107,14 @@ def _render(tokenizer: Tokenizer, conversation: Conversation, messages: list[dic
 
 
 def _named_for(template: str, variables: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The variables with `enable_thinking` by the name that DeepSeek's, Kimi's and Granite's templates have for it."""
+    """The variables, with `enable_thinking` also under the name in DeepSeek's, Kimi's and Granite's templates."""
     if "enable_thinking" in template or "thinking" not in template or "enable_thinking" not in variables:
         return variables
     return {"thinking": variables["enable_thinking"], **variables}
 
 
 def _without_number(error: InvalidRequest, field: str) -> InvalidRequest:
-    """The error of a message for a client that counts messages in another way, or has another name for them."""
+    """The error without the message's number, for a client that counts or names messages differently."""
     if not (error.param or "").startswith("messages"):
         return error
     message = re.sub(r"messages\[\d+\]", f"a message of {field}", str(error), count=1)
@@ -123,14 +122,14 @@ def _without_number(error: InvalidRequest, field: str) -> InvalidRequest:
 
 
 def continued(tokenizer: Tokenizer, conversation: Conversation, text: str, index: int, turn: Turn) -> list[int] | None:
-    """The prompt's tokens: those of a remembered answer and of all before it, then what the template writes after it.
+    """The prompt's tokens: a remembered answer's with all before it, then those of the template's text after it.
 
     Args:
         text: the conversation as the template renders it.
         index: of the answer's message.
 
     Returns:
-        None if the template does not only append to what it wrote then, or if the answer's end is not found.
+        None if the template changes the earlier text, or if the answer's end is not found.
     """
     found = _answer_in(tokenizer, conversation, text, index)
     if found is None:
@@ -146,9 +145,9 @@ def continued(tokenizer: Tokenizer, conversation: Conversation, text: str, index
 
 
 def _answer_in(tokenizer: Tokenizer, conversation: Conversation, text: str, index: int) -> tuple[int, int] | None:
-    """Where the template writes the answer `messages[index]`: from the end of what is before it to its end's token.
+    """Where the template writes the answer `messages[index]`, from the end of the text before it to its end token.
 
-    That token is the last one before the next message's text, which is found with a word in its place.
+    That token is the last one before the next message's text, which another word in its place finds.
     """
     messages = conversation.messages
     if index == 0 or index + 1 >= len(messages):

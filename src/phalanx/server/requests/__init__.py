@@ -1,1 +1,1 @@
-"""From a body's fields to a request that can be scheduled, or a refusal that names the field."""
+"""Parses a body's fields into a request for the scheduler, or refuses it by the field's name."""

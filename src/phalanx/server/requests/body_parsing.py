@@ -1,7 +1,7 @@
-"""From the bytes of a body to the typed body, and how the large fields of OpenAI's bodies are read.
+"""Parses the bytes of a body into a typed body, with readers for the large fields of OpenAI's bodies.
 
-`json_fields.py` reads field by field, in short calls; other dialects bring readers of their own. Does not know HTTP,
-nor what fields mean (`validate.py`).
+`json_fields.py` reads field by field, in short calls; other dialects have readers of their own. `validate.py`
+interprets the fields.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ B = TypeVar("B", bound=Body)
 def parse_body(data: bytes, kind: type[B], max_ids: int, readers: Readers | None = None) -> B:
     """The JSON object `data` as `kind`. null counts as absent. A list of prompts has items of one type.
 
-    A byte order mark before the object is passed over: clients of Windows write it.
+    A byte order mark before the object, from clients on Windows, is ignored.
 
     Args:
         max_ids: of a list of token ids; the context.
         readers: of the large fields; None: of OpenAI's.
 
     Raises:
-        InvalidRequest: it is no JSON object, or has a field that is unknown, missing, repeated, too large or of a wrong
-            type; names the field.
+        InvalidRequest: it is not a JSON object, or has a field that is unknown, missing, repeated, too large or of a
+            wrong type; names the field.
     """
     ids: dict[tuple[type, str], Reader] = {
         (CompletionBody, "prompt"): partial(_prompts, max_ids=max_ids),
@@ -95,7 +95,7 @@ def _content(data: bytes, path: str) -> str | list[ContentPart]:
 
 
 def _prompts(data: bytes, path: str, *, max_ids: int) -> str | list[str] | list[int] | list[list[int]]:
-    """The first item tells which kind of list it is."""
+    """The first item decides the kind of the list."""
     if data[:1] != b"[":
         return read_text(data, path)
     first = re.match(rb"\[\s*(.)", data, re.DOTALL)

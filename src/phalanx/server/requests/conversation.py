@@ -1,7 +1,4 @@
-"""From the messages or prompts of a body to the tokenizer's input.
-
-Does not know chat templates: the tokenizer applies them.
-"""
+"""Converts the messages or prompts of a body into the tokenizer's input, which applies the chat template."""
 
 from __future__ import annotations
 
@@ -65,21 +62,21 @@ class CallsSoFar:
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}  # id of a call -> the function's name
-        self._open: Counter[str] = Counter()  # id of a call in the last answer -> its results that are to come
+        self._open: Counter[str] = Counter()  # id of a call in the last answer -> results still missing
 
     def answer(self, calls: Sequence[Mapping[str, Any]]) -> None:
-        """An answer of the assistant made these calls, or none."""
+        """Take in the calls of an assistant's answer."""
         self._names.update((call["id"], call["function"]["name"]) for call in calls)
         self._open = Counter(call["id"] for call in calls)
 
     def result(self, id: str, where: str) -> dict[str, Any]:
-        """What a result's message has of its call: the id, and the function's name, which some templates write.
+        """The fields of a result's message from its call: the id, and the function's name, which some templates write.
 
         A call that the client left out of the history is unknown. A result of an earlier answer's call passes.
 
         Raises:
-            InvalidRequest: the last answer has no such call though it has some, or the call has its result already;
-                names the field `where`.
+            InvalidRequest: the last answer has calls but not this one, or the call has its result already; names the
+                field `where`.
         """
         if id in self._open:
             if not self._open[id]:
@@ -124,7 +121,7 @@ def _message(message: ChatMessage, where: str, calls: CallsSoFar) -> dict[str, A
 
 
 def _calls(calls: Sequence[ToolCallBody], where: str) -> list[dict[str, Any]]:
-    """As templates expect calls: their arguments are an object, not a text."""
+    """The calls for templates, with arguments as an object, not as text."""
     parsed = []
     for i, call in enumerate(calls):
         if call.type not in (None, "function"):
@@ -139,7 +136,7 @@ def arguments_of(given: str | Mapping[str, Any] | None, where: str) -> dict[str,
     """The arguments of a call in the history, which most clients send as text.
 
     Raises:
-        InvalidRequest: they are no JSON object, or nested too deeply; names the field `where`.
+        InvalidRequest: they are not a JSON object, or nested too deeply; names the field `where`.
     """
     if not isinstance(given, str):
         return dict(given or {})

@@ -1,7 +1,7 @@
 """Sampling defaults from a model directory's generation_config.json, as in `vllm serve`.
 
-If a request has no temperature, the choice of the model's authors is better than OpenAI's 1.0. `do_sample` is ignored,
-as in vLLM: a request for greedy output sets temperature 0.
+If a request has no temperature, the authors' value suits the model better than OpenAI's 1.0. `do_sample` is ignored, as
+in vLLM: a request for greedy output sets temperature 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FILE = "generation_config.json"
 
 
 class _GenerationConfig(Struct):
-    """The fields that are used, with the ranges of a request's. Other fields are ignored; null means absent."""
+    """The used fields, with the ranges of a request's. Other fields are ignored; null means absent."""
 
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
     top_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
@@ -32,8 +32,8 @@ class _GenerationConfig(Struct):
 def read_defaults(model_dir: Path) -> GenerationDefaults:
     """The file's values, and OpenAI's defaults for fields that it does not have.
 
-    A value that no request may have is refused, not ignored: the model would silently answer otherwise than its authors
-    say.
+    A value out of a request's range is refused, not ignored: otherwise the model would silently ignore its authors'
+    setting.
 
     Raises:
         ModelError: the file cannot be read, or has values of wrong types or out of range; names file and field.

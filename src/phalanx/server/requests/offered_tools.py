@@ -1,7 +1,4 @@
-"""Parses the tools of a request and the choice among them.
-
-Does not know the history's calls (`conversation.py`), nor the formats in which models write calls (`outputs/`).
-"""
+"""Parses the tools of a request and the choice among them."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
 class AllowedTools(Struct, frozen=True, kw_only=True):
-    """What a request says of calling its tools."""
+    """A request's `tool_choice`."""
 
     may: bool = True
     must: bool = False
@@ -39,7 +36,7 @@ def parse_tools(body: ChatBody, served: ApiModel) -> ToolUse | None:
     _refuse_functions(body)
     chosen = _named(body.tool_choice) if isinstance(body.tool_choice, dict) else body.tool_choice
     named = isinstance(body.tool_choice, dict)
-    if chosen == "any" and not named:  # Mistral's word
+    if chosen == "any" and not named:  # Mistral's name for "required"
         chosen = "required"
     if chosen not in (None, "none", "auto", "required") and not named:
         known = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
@@ -80,13 +77,13 @@ def choose_tools(defined: Sequence[ToolDefinition], choice: AllowedTools, served
 
 
 def takes_tools(served: ApiModel, *, must: bool = False) -> bool:
-    """Whether the model takes tools; False if it cannot call any, and they are left out of the request.
+    """Whether to offer the tools to the model; False if it cannot call any, and they are left out of the request.
 
     Args:
-        must: the answer has to be a call.
+        must: the answer must be a call.
 
     Raises:
-        InvalidRequest: the model cannot call tools, and they may not be left out; says what to do.
+        InvalidRequest: the model cannot call tools, and they cannot be left out; says what to do.
     """
     if served.tool_parser is not None:
         return True
@@ -97,7 +94,7 @@ def takes_tools(served: ApiModel, *, must: bool = False) -> bool:
 
 
 def shown_tools(tools: Sequence[ToolDefinition]) -> list[dict[str, Any]]:
-    """Tools as chat templates take them. All of them, also where one has to be called."""
+    """Tools in the form for chat templates."""
     return [
         {
             "type": "function",
@@ -159,7 +156,7 @@ def _toolless(served: ApiModel, *, must: bool) -> InvalidRequest:
     if not must:
         remedies.append("start the server with --tools drop, which leaves optional tools out")
     *others, last = remedies
-    refuses = served.drop_tools is None  # tools that no one has to call, too
+    refuses = served.drop_tools is None  # also optional tools
     change = "Send no tools" if not must else "Require no call and send no tools" if refuses else "Require no call"
     return InvalidRequest(
         f"The model {served.names[0]!r} cannot call tools: {why}. "
@@ -180,7 +177,7 @@ def _named(choice: Mapping[str, Any]) -> str:
 
 
 def _refuse_functions(body: ChatBody) -> None:
-    """The fields of before November 2023; neutral values pass."""
+    """Refuse OpenAI's fields from before November 2023; neutral values pass."""
     for name, successor in (("functions", "tools"), ("function_call", "tool_choice")):
         if getattr(body, name) and body.function_call != "none":
             raise unsupported(name, f"send {successor}")

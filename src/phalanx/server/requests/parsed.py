@@ -1,4 +1,4 @@
-"""Parsed requests: frozen, with every default filled in. The server schedules only these."""
+"""Parsed requests: frozen, with all defaults. The server schedules only these."""
 
 from __future__ import annotations
 
@@ -43,36 +43,36 @@ class ApiModel(Struct, frozen=True, kw_only=True):
     """The served model as the API shows it, and the API's limits."""
 
     names: tuple[str, ...]  # the first one is the default
-    hidden_name: str | None = None  # understood as the first one, but never shown: the model argument, maybe a path
+    hidden_name: str | None = None  # accepted like the first one, but never shown: the model argument, maybe a path
     max_n: int  # choices per prompt
     max_prompts: int
-    default_max_tokens: int | None = None  # of a text completion that names none; None: as many as there is room for
+    default_max_tokens: int | None = None  # of a text completion without a limit; None: as many as there is room for
     clamp_max_tokens: bool = False  # lower a max_tokens that the context has no room for; else refuse it
     defaults: GenerationDefaults
     eos_ids: frozenset[int]
     template_kwargs: Mapping[str, object]
-    shapes: OutputFormats = OutputFormats()  # in which the model writes calls and reasoning
-    shows_tools: bool = True  # the model's chat template shows it the tools of a request
-    drop_tools: Callable[[], None] | None = None  # is told that a request's tools are left out; None: they are refused
-    auto_tools: bool = True  # tools may be called where a request does not say so
+    formats: OutputFormats = OutputFormats()  # in which the model writes calls and reasoning
+    shows_tools: bool = True  # the chat template shows a request's tools to the model
+    drop_tools: Callable[[], None] | None = None  # called when a request's tools are left out; None: they are refused
+    auto_tools: bool = True  # the model may call tools if a request has no tool_choice
 
     @property
     def tool_parser(self) -> str | None:
         """The format of the model's calls; None if it cannot call tools.
 
-        It can if its template shows it the tools, and if the format in which it writes calls is known.
+        It can if its template shows it the tools, and the format of its calls is known.
         """
-        return self.shapes.tools.name if self.shapes.tools is not None and self.shows_tools else None
+        return self.formats.tools.name if self.formats.tools is not None and self.shows_tools else None
 
 
 class AnswerGrammar(Struct, frozen=True, kw_only=True):
-    """What a request says its answer looks like, as llguidance takes it. Not compiled yet."""
+    """The grammar of an answer, from the request, in llguidance's format. Not compiled yet."""
 
     param: str  # the field, for errors
-    place: str  # the part of it that was translated, for errors, e.g. "response_format.json_schema.schema"
+    place: str  # of the grammar in the body, for errors, e.g. "response_format.json_schema.schema"
     grammar: dict[str, Any]  # an entry of llguidance's `{"grammars": [...]}`
-    is_gbnf: bool = False  # its text is in llama.cpp's notation, and has to be translated first
-    parts: tuple[AnswerGrammar, ...] = ()  # JSON schemas of other fields that it contains, to blame for a refusal
+    is_gbnf: bool = False  # its text is in llama.cpp's notation, and must be translated first
+    parts: tuple[AnswerGrammar, ...] = ()  # JSON schemas of other fields in it, to find the cause of a refusal
 
 
 class Options(Struct, frozen=True, kw_only=True):
@@ -89,8 +89,8 @@ class Options(Struct, frozen=True, kw_only=True):
     sampling: Sampling  # of choice 0, with the client's seed
     seeded: bool  # False: the server draws a seed
     max_tokens: int | None  # None: as many as the context has room for
-    max_tokens_field: str = "max_tokens"  # what the client calls it, for errors
-    clamp_max_tokens: bool  # if it has no room for max_tokens: lower them; else refuse them
+    max_tokens_field: str = "max_tokens"  # its name in the body, for errors
+    clamp_max_tokens: bool  # lower a max_tokens that the context has no room for; else refuse it
     min_tokens: int
     stop_strings: tuple[str, ...]
     stop_token_ids: frozenset[int]
@@ -99,19 +99,19 @@ class Options(Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool
     timeout_s: float | None
     cache_salt: str  # see SequenceRequest
-    answer: AnswerGrammar | None = None  # what the answer looks like; None: any text
+    answer: AnswerGrammar | None = None  # of the answer; None: any text
 
 
 class ToolUse(Struct, frozen=True, kw_only=True):
     """The tools that the model may call in its answer."""
 
-    tools: tuple[ToolDefinition, ...]  # at least one; of a named one, only that
-    required: bool  # the answer is a call, or several
-    parallel: bool  # it may be several
+    tools: tuple[ToolDefinition, ...]  # at least one; only the named one if the request names one
+    required: bool  # the answer must be a call
+    parallel: bool  # the answer may have several calls
 
     @property
     def n_chars(self) -> int:
-        """Characters of the tools, roughly."""
+        """Approximate characters of the tools."""
         return sum(len(tool.description) + len(str(tool.parameters)) for tool in self.tools)
 
 
@@ -122,12 +122,12 @@ class Conversation(Struct, frozen=True, kw_only=True):
     template_kwargs: dict[str, object]
     add_generation_prompt: bool
     continue_final_message: bool
-    field: str = "messages"  # that holds them in the body, for errors
+    field: str = "messages"  # of the body, for errors
     is_as_sent: bool = True  # messages[i] here is messages[i] of the body
 
     @property
     def n_chars(self) -> int:
-        """Characters of the messages' texts and of the arguments in their calls, roughly."""
+        """Approximate characters of the messages' texts and of the arguments in their calls."""
         calls = [call for message in self.messages for call in message.get("tool_calls", ())]
         texts = sum(len(message["content"]) for message in self.messages)
         return texts + sum(len(str(call["function"]["arguments"])) for call in calls)

@@ -1,4 +1,4 @@
-"""Parses the options that chat and text completions share, from body to `Options`.
+"""Parses the options that chat and text completions share into `Options`.
 
 Ranges are OpenAI's; for fields that OpenAI does not have, vLLM's.
 """
@@ -18,14 +18,14 @@ from phalanx.server.requests.structured import parse_answer
 from phalanx.types import Sampling
 
 MAX_STOP_STRINGS = 16  # OpenAI takes 4
-MAX_STOP_CHARS = 4096  # together; the automaton that finds them has a state per character
+MAX_STOP_CHARS = 4096  # of all together; the automaton that finds them has a state per character
 MAX_STOP_IDS = 1024  # vLLM and OpenAI name no limit; a model has a handful that make sense
 MAX_BIASES = 1024  # OpenAI takes 1,024
 MAX_TOP_LOGPROBS = 20  # as OpenAI
 MAX_TEMPERATURE = 100.0  # OpenAI takes 2; here all tokens are about as likely
 GREEDY_BELOW = 1e-4  # dividing float32 logits by less overflows, and at this temperature the draw is the argmax already
 MAX_SALT_CHARS = 256  # it is kept with every prefix; a hash in hexadecimal has 64
-SEEDS = 1 << 64  # different ones: the noise has a key of 64 bits
+SEEDS = 1 << 64  # different ones: the noise has a 64-bit key
 NEUTRAL = {
     "use_beam_search": False,
     "length_penalty": 1.0,
@@ -37,8 +37,8 @@ NEUTRAL = {
     "include_reasoning": True,
     "return_hidden_states": False,
 }
-"""Fields of vLLM and of SGLang that clients and routers send with every request, and the only value this server knows:
-the one that asks for nothing."""
+"""Fields of vLLM and SGLang that clients and routers send with every request -> the neutral value, the only one that is
+accepted."""
 
 
 def parse_options(body: SamplingBody, served: ApiModel, max_tokens: int | None, logprobs: int | None) -> Options:
@@ -86,10 +86,10 @@ def parse_options(body: SamplingBody, served: ApiModel, max_tokens: int | None, 
 
 
 def resolve_model(name: str | None, served: ApiModel) -> str:
-    """The served name that is meant, or the default one.
+    """The served name of this model, or the default one.
 
     Raises:
-        UnknownModel: this server does not serve a model of that name.
+        UnknownModel: the server has no model of that name.
     """
     if name is None:
         return served.names[0]
@@ -152,7 +152,7 @@ def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float]:
 
 
 def parse_stop_strings(stop: str | list[str] | None, field: str = "stop") -> tuple[str, ...]:
-    """The texts before which an answer ends.
+    """The stop strings.
 
     Raises:
         InvalidRequest: names the field.

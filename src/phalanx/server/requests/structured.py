@@ -1,7 +1,7 @@
-"""From `response_format`, `structured_outputs` and `guided_*` to the grammar that an answer must match.
+"""Parses `response_format`, `structured_outputs` and `guided_*` into the grammar that an answer must match.
 
-Takes what OpenAI's clients and vLLM's send. A request has at most one of them. Does not know whether a grammar can be
-compiled (`grammar_checks.py`), nor what a model writes before its answer (`outputs/`).
+Accepts the fields of OpenAI's and vLLM's clients, at most one in a request. `grammar_checks.py` compiles the grammar,
+`outputs/` adds the model's reasoning before it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from phalanx.server.outputs.lark import literal, pattern, schemas_in
 from phalanx.server.requests.parsed import AnswerGrammar
 
 WHITESPACE = r"[ \t]|\n[ \t]{0,24}"
-"""Between two tokens of JSON: as usual on one line, or indented. A small model that may write more of it never ends."""
+"""Between two tokens of JSON: as usual on one line, or indented. A small model that may write more may never stop."""
 MAX_CHOICES = 4096  # as values of an enum (`json_schemas.py`)
 MAX_GRAMMAR_CHARS = 1 << 15  # of a grammar or an expression; SQL takes 5,000
 JSON_OBJECT = ("json_object", "json")
@@ -28,7 +28,7 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")  # of structured_o
 
 
 def parse_answer(body: SamplingBody) -> AnswerGrammar | None:
-    """What the answer must look like; None if it may be any text.
+    """The grammar of the answer; None if it may be any text.
 
     Raises:
         InvalidRequest: a field is wrong, or several exclude each other; names it.
@@ -98,7 +98,7 @@ def _structured_outputs(form: StructuredOutputs) -> AnswerGrammar:
 
 
 def _whitespace(form: StructuredOutputs, kind: str) -> str | None:
-    """The expression for what may stand between two tokens of JSON; None: nothing."""
+    """The regular expression for white space between two tokens of JSON; None: no white space."""
     named = [name for name in ("whitespace_pattern", "disable_any_whitespace") if getattr(form, name)]
     if named and not kind.startswith("json"):
         raise invalid(f"structured_outputs.{named[0]}", f"{named[0]} goes with json and json_object, not with {kind}.")
@@ -117,8 +117,8 @@ def answer_of_schema(
 
     Args:
         param: the field, for errors.
-        place: the part of it that is the schema, for errors.
-        whitespace: expression for what may stand between two tokens of JSON; None: nothing.
+        place: of the schema in it, for errors.
+        whitespace: regular expression for white space between two tokens of JSON; None: none.
 
     Raises:
         InvalidRequest: names the place.
@@ -150,7 +150,7 @@ def _choice(param: str, place: str, choices: Sequence[str]) -> AnswerGrammar:
 
 
 def _grammar(param: str, place: str, text: str) -> AnswerGrammar:
-    """A Lark grammar, known by its start rule, or GBNF, known by its arrows."""
+    """A Lark grammar, recognised by its start rule, or GBNF, recognised by its arrows."""
     _check_length(place, text)
     for schema in schemas_in(text):
         check_size(schema, place)

@@ -1,7 +1,7 @@
-"""What a request says of thinking, in the forms of several APIs, as variables of the chat template.
+"""Converts a request's fields on thinking, in the forms of several APIs, into variables of the chat template.
 
 `thinking` is Anthropic's, DeepSeek's and GLM's, `reasoning` OpenRouter's and OpenAI's, `enable_thinking` and
-`thinking_budget` Qwen's. Does not know which variables a template reads.
+`thinking_budget` Qwen's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from phalanx.server.fields.refusals import count, invalid
 
 ENABLED, EFFORT, BUDGET = "enable_thinking", "reasoning_effort", "thinking_budget"
 TYPES = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
-"""Of `thinking` -> whether the model thinks; None: as its template has it."""
+"""`thinking.type` -> whether the model thinks; None: the template's default."""
 
 
 def thinking_variables(
@@ -25,7 +25,7 @@ def thinking_variables(
     enabled: bool | None = None,
     budget: int | None = None,
 ) -> dict[str, Any]:
-    """The template's variables. Clients send several forms at once, which may not contradict each other.
+    """The template's variables. Clients send several forms at once, which must not contradict each other.
 
     Args:
         effort, enabled, budget: the fields `reasoning_effort`, `enable_thinking` and `thinking_budget`.
@@ -34,7 +34,7 @@ def thinking_variables(
         InvalidRequest: names the field.
     """
     found: dict[str, tuple[str, Any]] = {}
-    for field, variable, value in _said(effort, thinking, reasoning, enabled, budget):
+    for field, variable, value in _given(effort, thinking, reasoning, enabled, budget):
         if value is None:
             continue
         other, first = found.setdefault(variable, (field, value))
@@ -43,7 +43,7 @@ def thinking_variables(
     return {variable: value for variable, (_, value) in found.items()}
 
 
-def _said(
+def _given(
     effort: str | None,
     thinking: ThinkingOptions | None,
     reasoning: ReasoningOptions | None,

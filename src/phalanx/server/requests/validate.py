@@ -1,8 +1,8 @@
 """Parses bodies into frozen requests; the server schedules only these.
 
-Two steps, because tokenising lies between them: `parse_*` turns a body into a request, `plan_sequences` turns its token
-ids into the engine's `SequenceRequest`s. A field that would change the answer, but is not implemented, is refused by
-name. null counts as absent everywhere.
+Two steps, with tokenising in between: `parse_*` turns a body into a request, `plan_sequences` turns its token ids into
+the engine's `SequenceRequest`s. A field that would change the answer, but is not implemented, is refused by name. null
+counts as absent everywhere.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def parse_chat(body: ChatBody, served: ApiModel) -> ChatRequest:
 def template_variables(
     given: Mapping[str, Any] | None, thinking: Mapping[str, Any], verbosity: str | None
 ) -> dict[str, Any]:
-    """The variables of a request's chat template. Those that the client names itself win."""
+    """The variables of a request's chat template. The client's own chat_template_kwargs win."""
     return {**thinking, **({} if verbosity is None else {"verbosity": verbosity}), **(given or {})}
 
 
@@ -143,10 +143,10 @@ def plan_sequences(
     Args:
         field: the prompts' field ("prompt" or "messages"), for errors.
         group: id of the whole request; sequence i is `{group}/{i}`.
-        seed: shared by all choices; a choice's index is a part of its sampling key as well.
-        owner: stands for the API key of the request; see `SequenceRequest`.
-        grammar: that the outputs must match, compiled before. Where it ends, only the model's end token is left, so
-            that `ignore_eos` yields to it.
+        seed: shared by all choices; a choice's index is also a part of its sampling key.
+        owner: of the request's API key; see `SequenceRequest`.
+        grammar: of the outputs, compiled before. At its end it allows only the model's end token, so it overrides
+            `ignore_eos`.
 
     Raises:
         InvalidRequest: a prompt is empty, has an id outside the vocabulary, or leaves no room in the context.
@@ -181,7 +181,7 @@ def plan_sequences(
 
 
 def check_echoed(n_chars: int, n: int) -> None:
-    """Refuse to answer with more text of prompts than a body may have.
+    """Refuse an echo of too much text.
 
     Args:
         n_chars: of all prompts.

@@ -1,1 +1,1 @@
-"""Requests that are computed: their slots, their tokens, their counters; streams that move between servers."""
+"""Unfinished requests: their slots, their tokens, their metrics."""

@@ -2,8 +2,8 @@
 
 The journal lives in the server and survives the engine, so that streams pause instead of breaking when a rank dies
 (design: Fail-stop, then resume). It listens to the engine, keeps the committed tokens, and submits every unfinished
-sequence again once a new engine is ready; one that may be the cause of crashes alone, and not for ever. Does not
-know HTTP, text, processes or how many requests there is room for (`queue_room.py`).
+sequence again once a new engine is ready. A sequence that may have caused crashes runs alone, and is given up after
+further crashes. `queue_room.py` limits the number of requests.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from phalanx.types import Batch, Cancel, Finish, Finished, ModelInfo, PromptScor
 log = logging.getLogger(__name__)
 
 UNREAD_TOKENS = 2048  # per request; about 8 KiB of text, or a minute of a fast model
-CRASHES = 2  # a sequence that was being computed during so many crashes is tried alone; after as many alone, no more
-TRIAL_TOKENS = 32  # that a sequence gets alone: more than a step computes, so it passes the place of its last crash
+CRASHES = 2  # a sequence computed during so many crashes is tried alone; after as many alone, it is quarantined
+TRIAL_TOKENS = 32  # of a sequence alone: more than a step computes, so that it passes the place of its last crash
 
 
 class _JournalEntry:
@@ -44,14 +44,14 @@ class _JournalEntry:
         self.finish_at: int | None = None  # number of output tokens that completed a stop string
         self.known = False  # to the running engine
         self.progressed = False  # got tokens since it was last submitted
-        self.crashes = 0  # during which it was being computed
-        self.crashes_alone = 0  # during which it was the only one
+        self.crashes = 0  # while it was computed
+        self.crashes_alone = 0  # while it was computed alone
 
     def submission(self, now: float, max_tokens: int | None = None) -> SequenceRequest:
         """The request that continues this sequence: with committed tokens and the remaining timeout.
 
         Args:
-            max_tokens: that it may get for now.
+            max_tokens: limit for now.
         """
         timeout, stop = self.request.timeout_s, self.request.stop
         if max_tokens is not None:
@@ -67,7 +67,8 @@ class _JournalEntry:
 
 
 class RequestSlots:
-    """Room for the choices of one request. A context manager: leaving it cancels what is unfinished and frees the room.
+    """Room for the choices of one request. A context manager that cancels unfinished choices and frees the room at the
+    end.
 
     The server reserves slots before it tokenises a request, so that a full server answers 429 at once.
     """
@@ -88,10 +89,10 @@ class RequestSlots:
         self._journal.release(self)
 
     def hold_prompts(self, n_tokens: int) -> None:
-        """Take the memory of all choices' prompts.
+        """Take memory for all choices' prompts.
 
         Raises:
-            QueueFull: those of unfinished requests have all there is for them.
+            QueueFull: prompts of unfinished requests take all of it.
         """
         self._journal.hold_prompts(self, n_tokens * TOKEN_BYTES)
 
@@ -112,7 +113,7 @@ class Journal:
     """See the module's docstring. Used only on the event loop's thread.
 
     Args:
-        prompt_bytes: that prompts of unfinished requests may have.
+        prompt_bytes: limit for the prompts of unfinished requests.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class Journal:
         self._reserved = 0  # reserved slots that have no sequence yet
         self._room = QueueRoom(max_num_seqs=max_num_seqs, queue=queue, prompt_bytes=prompt_bytes)
         self._suspects: list[_JournalEntry] = []  # to be tried alone
-        self._trial: _JournalEntry | None = None  # the one that is; all others wait meanwhile
+        self._trial: _JournalEntry | None = None  # being tried alone; all others wait meanwhile
         self._closing = ""  # why new requests are refused
         self._idle = asyncio.Event()
         self._idle.set()
@@ -150,11 +151,10 @@ class Journal:
     def reserve(self, n: int, owner: str = "") -> RequestSlots:
         """Take slots for n choices.
 
-        A request with more choices than there are places is answered once its owner has no other: it never waits for a
-        room that cannot be.
+        A request with more choices than all slots gets them once its owner holds none.
 
         Args:
-            owner: stands for the API key of the request; see `http/shares.py`.
+            owner: of the request's API key; see `http/fair_quota.py`.
 
         Raises:
             EngineUnavailable: the engine is loading, restarting, failed or shutting down.
@@ -175,7 +175,7 @@ class Journal:
         """The served model.
 
         Raises:
-            EngineUnavailable: the engine is not ready, or the server is shutting down; says why.
+            EngineUnavailable: the engine is not ready, or the server is shutting down.
         """
         if self._closing:
             raise EngineUnavailable(self._closing, retry_after=5.0)
@@ -199,7 +199,7 @@ class Journal:
             self._reserved -= 1
 
     def finish(self, slots: RequestSlots, index: int, n_tokens: int) -> None:
-        """See `RequestSlots.finish`. The journal itself ends a sequence that no engine knows."""
+        """See `RequestSlots.finish`. The journal itself ends a sequence while no engine runs it."""
         for entry in [entry for entry in self._entries.values() if entry.slots is slots and entry.index == index]:
             entry.finish_at = n_tokens
             try:
@@ -223,7 +223,7 @@ class Journal:
         self._set_if_idle()
 
     def close(self, reason: str) -> None:
-        """Refuse new requests from now on, with this reason."""
+        """Refuse new requests, with this reason."""
         self._closing = reason
 
     async def wait_until_idle(self) -> None:
@@ -265,15 +265,15 @@ class Journal:
         self._resume()
 
     def _pause(self) -> None:
-        """Tell the readers of all unfinished requests at once that the engine is gone: a gateway may move them."""
+        """Mark all unfinished requests as paused, so that a gateway may move them."""
         for entry in self._entries.values():
             entry.slots.output.set_paused(True)
 
     def _resume(self) -> None:
-        """Submit the next suspect, alone; once there is none, all sequences that wait."""
+        """Submit the next suspect, alone; after the last one, all waiting sequences."""
         now = self._clock()
         self._trial = None
-        with suppress(EngineUnavailable):  # it went down just now, and `on_ready` comes again
+        with suppress(EngineUnavailable):  # it has just gone down, and `on_ready` will come again
             while self._suspects and self._trial is None:
                 entry = self._suspects.pop(0)
                 if entry.request.id in self._entries:
@@ -345,7 +345,7 @@ class Journal:
             self._fail(entry.slots, EngineError(event.detail or "The engine could not compute this request."))
             return
         if entry is self._trial and event.reason == "length" and event.n_tokens < entry.request.stop.max_tokens:
-            entry.known, entry.crashes, entry.crashes_alone = False, 0, 0  # it goes on with the others
+            entry.known, entry.crashes, entry.crashes_alone = False, 0, 0  # it continues with the others
             self._resume()
             return
         self._room.note_end(now)

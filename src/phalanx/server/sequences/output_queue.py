@@ -1,6 +1,6 @@
-"""The bounded queue from the engine's events to the one reader of a request's answer.
+"""The bounded queue of the engine's events for the reader of a request's answer.
 
-All choices of a request share one queue, so that its reader gets their events in the order of their commits. The writer
+All choices of a request share one queue, so that the reader gets their events in the order of their commits. The writer
 never waits; the server cancels the request of a reader that falls too far behind (design: The server never blocks).
 """
 
@@ -45,10 +45,10 @@ class OutputQueue:
         self._error: PhalanxError | None = None
         self._news = asyncio.Event()
         self.is_paused = False
-        """No event will come before an engine is back."""
+        """No event comes until the engine is back."""
 
     def push(self, index: int, event: Event) -> bool:
-        """Append an event. Returns False if the reader is now too far behind; the event is kept all the same."""
+        """Append an event. Returns False if the reader is now too far behind; the event is kept anyway."""
         self._events.append((index, event))
         if isinstance(event, Tokens):
             self._unread += len(event.tokens)
@@ -56,13 +56,13 @@ class OutputQueue:
         return self._unread <= self._limit
 
     def set_paused(self, is_paused: bool) -> None:
-        """Let the reader know that nothing computes its events at the moment, or something does again."""
+        """Tell the reader that the engine is down, or back."""
         if is_paused != self.is_paused:
             self.is_paused = is_paused
             self._news.set()
 
     def fail(self, error: PhalanxError) -> None:
-        """Fail the request: `read` raises this error after it returned the events before it. The first error counts."""
+        """Fail the request: `read` raises this error after the earlier events. The first error counts."""
         self._error = self._error or error
         self._news.set()
 

@@ -1,15 +1,12 @@
-"""How many requests may run and wait, and how much memory their prompts have: the bounds, shared among API keys (429).
-
-Does not know sequences or the engine (`journal.py`).
-"""
+"""Limits on requests that run and wait, and on the memory of their prompts, shared fairly among API keys (429)."""
 
 from __future__ import annotations
 
 from phalanx.errors import QueueFull
-from phalanx.http.shares import Shares
+from phalanx.http.fair_quota import FairQuota
 
 PROMPT_BODIES = 32  # of the largest size: the memory of prompts; 256 MiB are 51 prompts of 131,072 tokens
-TOKEN_BYTES = 40  # of a prompt here: a number of Python's and its place in a list; about as much at the leader
+TOKEN_BYTES = 40  # per token of a prompt here: a Python number and its list entry; about as much at the leader
 RETRY_AFTER_S = (1.0, 30.0)  # least and most seconds of a Retry-After header
 
 
@@ -19,13 +16,13 @@ class QueueRoom:
     Args:
         max_num_seqs: choices that run.
         queue: choices that wait.
-        prompt_bytes: that prompts of both may have.
+        prompt_bytes: limit for the prompts of both.
     """
 
     def __init__(self, *, max_num_seqs: int, queue: int, prompt_bytes: int) -> None:
         self._max_num_seqs = max_num_seqs
-        self._choices = Shares(max_num_seqs + queue)
-        self._prompts = Shares(prompt_bytes)
+        self._choices = FairQuota(max_num_seqs + queue)
+        self._prompts = FairQuota(prompt_bytes)
         self._last_end: float | None = None
         self._end_interval = 1.0  # seconds between ends of sequences, smoothed
 
@@ -33,14 +30,14 @@ class QueueRoom:
         """Take room for n choices.
 
         Args:
-            held: choices that have room, for the message.
+            held: choices that hold a slot, for the message.
 
         Raises:
             QueueFull: no room now; `retry_after` estimates the seconds until there is.
         """
         if not self._choices.has_room(owner, n):
             raise QueueFull(
-                f"{held} of {self._choices.capacity} places are taken (--max-num-seqs {self._max_num_seqs} run, "
+                f"{held} of {self._choices.capacity} slots are taken (--max-num-seqs {self._max_num_seqs} run, "
                 f"--queue {self._choices.capacity - self._max_num_seqs} wait); there is no room for {n} more.",
                 retry_after=self._retry_after(n),
             )

@@ -28,21 +28,21 @@ GAUGES = {
 COUNTERS = {
     "prefix_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     "prefix_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
-    "preemptions": ("num_preemptions", "Rows that gave up their KV to be computed again later."),
+    "preemptions": ("num_preemptions", "Rows whose KV was dropped, to be computed again later."),
     "step": ("engine_steps", "Steps."),
     "decode_steps": ("engine_decode_steps", "Forwards that sampled."),
     "step_s": ("engine_step_seconds", "Seconds inside steps."),
-    "model_s": ("engine_model_seconds", "Seconds of those inside the model call, sampling and evaluation."),
-    "control_s": ("engine_control_seconds", "Seconds of those handing plans to other ranks."),
+    "model_s": ("engine_model_seconds", "Seconds of steps in the model call, sampling and evaluation."),
+    "control_s": ("engine_control_seconds", "Seconds of steps that send plans to other ranks."),
 }
 SPECULATION = {
     "drafts": ("spec_decode_num_drafts", "Drafts verified: the tokens guessed for one row in one step."),
-    "drafted": ("spec_decode_num_draft_tokens", "Tokens in them."),
-    "accepted": ("spec_decode_num_accepted_tokens", "Of those, what the model said as well."),
+    "drafted": ("spec_decode_num_draft_tokens", "Drafted tokens."),
+    "accepted": ("spec_decode_num_accepted_tokens", "Drafted tokens that the model accepted."),
 }
 COMPARED = {
-    "tokens": ("spec_decode_compared_tokens", "Output tokens of steps in which drafts are compared with none."),
-    "seconds": ("spec_decode_compared_seconds", "Seconds that they took."),
+    "tokens": ("spec_decode_compared_tokens", "Output tokens of steps that compare drafts with no drafts."),
+    "seconds": ("spec_decode_compared_seconds", "Seconds of these steps."),
 }
 HISTOGRAMS = {
     "ttft": ("time_to_first_token_seconds", "Arrival of the request to its first token.", LATENCY_S),

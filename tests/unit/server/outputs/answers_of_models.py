@@ -219,7 +219,7 @@ def output_formats_of(tools: str | None = None, reasoning: str | None = None) ->
 
 
 def read(
-    shapes: OutputFormats,
+    formats: OutputFormats,
     *texts: str,
     tools: tuple[ToolDefinition, ...] = TOOLS,
     in_reasoning: bool = False,
@@ -227,7 +227,7 @@ def read(
     is_bound: bool = False,
 ) -> tuple[list[Piece], str]:
     """The pieces of an answer that comes in these parts, neighbours of one kind joined, and the detail."""
-    parser = make_parser(shapes, tools=tools, in_reasoning=in_reasoning, parse_tools=parse_tools, is_bound=is_bound)
+    parser = make_parser(formats, tools=tools, in_reasoning=in_reasoning, parse_tools=parse_tools, is_bound=is_bound)
     assert parser is not None
     pieces = [piece for text in texts for piece in parser.add(text)] + parser.finish()
     joined: list[Piece] = []

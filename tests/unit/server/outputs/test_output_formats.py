@@ -33,10 +33,10 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 def test_by_template(name: str) -> None:
-    shapes = choose(TEMPLATES[name], {})
-    assert shapes.tools is not None
-    assert shapes.tools.name == name
-    assert shapes.tools.format is TOOLS[name]
+    formats = choose(TEMPLATES[name], {})
+    assert formats.tools is not None
+    assert formats.tools.name == name
+    assert formats.tools.format is TOOLS[name]
 
 
 def test_by_vocabulary() -> None:
@@ -55,9 +55,9 @@ def test_by_vocabulary() -> None:
 
 def test_the_marks_that_must_be_decoded() -> None:
     added = {"<tool_call>": 5, "</tool_call>": 6, "<think>": 7, "</think>": 8, "<|im_end|>": 9}
-    shapes = choose(TEMPLATES["hermes"], added)
-    assert shapes.marks == {"<tool_call>", "</tool_call>", "<think>", "</think>"}
-    assert shapes.without_tools().marks == {"<think>", "</think>"}
+    formats = choose(TEMPLATES["hermes"], added)
+    assert formats.marks == {"<tool_call>", "</tool_call>", "<think>", "</think>"}
+    assert formats.without_tools().marks == {"<think>", "</think>"}
     k2 = by_name(OutputFormats(added_tokens={"<|tool_call_argument_begin|>": 1}), "kimi_k2")
     assert k2.marks == {"<|tool_call_argument_begin|>"}
     assert by_name(OutputFormats(added_tokens={"<|open|>": 1, "<|x|>": 2}), "kimi_k3").marks == {"<|open|>"}
@@ -66,19 +66,19 @@ def test_the_marks_that_must_be_decoded() -> None:
 
 
 def test_by_name() -> None:
-    shapes = choose(TEMPLATES["hermes"], {"<think>": 1, "</think>": 2})
-    assert by_name(shapes) == shapes
-    assert by_name(shapes, "qwen3_xml", "deepseek_r1").describe() == "tool calls: qwen3_coder, reasoning: think"
-    assert by_name(shapes, "none", "none").describe() == "tool calls: not recognised, reasoning: none"
+    formats = choose(TEMPLATES["hermes"], {"<think>": 1, "</think>": 2})
+    assert by_name(formats) == formats
+    assert by_name(formats, "qwen3_xml", "deepseek_r1").describe() == "tool calls: qwen3_coder, reasoning: think"
+    assert by_name(formats, "none", "none").describe() == "tool calls: not recognised, reasoning: none"
     for name in ("hermes", "pythonic", "llama3_json", "mistral", "openai", "deepseek_v3", "glm45", "kimi_k2"):
         assert name in tool_parsers()
-        assert by_name(shapes, name).tools
+        assert by_name(formats, name).tools
     for name in ("deepseek_r1", "qwen3", "openai", "mistral", "seed_oss", "glm45"):
         assert name in reasoning_parsers()
-        assert by_name(shapes, None, name).reasoning
-    assert by_name(shapes, "openai").describe() == "tool calls: openai, reasoning: openai"
+        assert by_name(formats, None, name).reasoning
+    assert by_name(formats, "openai").describe() == "tool calls: openai, reasoning: openai"
     with pytest.raises(KeyError):
-        by_name(shapes, "hermez")
+        by_name(formats, "hermez")
 
 
 def test_every_format_of_mlx_lm_is_known() -> None:

@@ -13,10 +13,10 @@ from phalanx.server.outputs.pieces import CallArguments, CallBegin, CallBroken, 
 @pytest.mark.parametrize(("name", "answer"), CASES, ids=IDS)
 def test_an_answer_that_ends_early(name: str, answer: str) -> None:
     """Of every beginning of an answer, the calls are calls of the whole answer, and no mark is content."""
-    shapes = output_formats_of(name)
-    whole = calls_of(read(shapes, answer)[0])
+    formats = output_formats_of(name)
+    whole = calls_of(read(formats, answer)[0])
     for i in range(len(answer)):
-        pieces, detail = read(shapes, answer[:i])
+        pieces, detail = read(formats, answer[:i])
         calls = calls_of(pieces)
         assert calls == whole[: len(calls)], answer[:i]
         assert not [mark for mark in FORMATS[name].marks if mark in text_of(pieces)], answer[:i]
@@ -256,13 +256,13 @@ def test_what_ends_before_its_name_is_said_to_be_a_call() -> None:
 
 
 def test_stray_marks_of_harmony_are_no_content() -> None:
-    shapes = output_formats_of("openai")
-    assert read(shapes, *"<|message|>x<|end|>") == ([TextPiece("x")], "")
-    pieces, _ = read(shapes, "<|channel|>final<|message|>a<|message|>b<|constrain|>c<|return|>")
+    formats = output_formats_of("openai")
+    assert read(formats, *"<|message|>x<|end|>") == ([TextPiece("x")], "")
+    pieces, _ = read(formats, "<|channel|>final<|message|>a<|message|>b<|constrain|>c<|return|>")
     assert text_of(pieces) == "abc"
 
 
 def test_without_tools_calls_are_text() -> None:
     answer = 'x <tool_call>{"name": "get-time", "arguments": {}}</tool_call>'
-    shapes = output_formats_of("hermes", "qwen3")
-    assert read(shapes, answer, tools=TOOLS, parse_tools=False) == ([TextPiece(answer)], "")
+    formats = output_formats_of("hermes", "qwen3")
+    assert read(formats, answer, tools=TOOLS, parse_tools=False) == ([TextPiece(answer)], "")

@@ -18,12 +18,12 @@ THINKING = "<think>\nThe user asks; <b> </th\n</think>\n\n"
 
 @pytest.mark.parametrize(("name", "answer"), CASES, ids=IDS)
 def test_cut_at_every_place(name: str, answer: str) -> None:
-    shapes = output_formats_of(name)
-    whole = read(shapes, answer)
+    formats = output_formats_of(name)
+    whole = read(formats, answer)
     assert whole[1] == ""
-    assert read(shapes, *answer) == whole
+    assert read(formats, *answer) == whole
     for i in range(1, len(answer)):
-        assert read(shapes, answer[:i], answer[i:]) == whole, answer[:i]
+        assert read(formats, answer[:i], answer[i:]) == whole, answer[:i]
 
 
 @pytest.mark.parametrize(("name", "answer"), CASES, ids=IDS)
@@ -59,9 +59,9 @@ def test_random_answers_and_cuts(data: st.DataObject) -> None:
     in_reasoning = data.draw(st.booleans()) and reasoning is not None
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    shapes = output_formats_of(name, reasoning)
-    whole = read(shapes, text, in_reasoning=in_reasoning)
-    assert read(shapes, *parts, in_reasoning=in_reasoning) == whole
+    formats = output_formats_of(name, reasoning)
+    whole = read(formats, text, in_reasoning=in_reasoning)
+    assert read(formats, *parts, in_reasoning=in_reasoning) == whole
     calls_of(whole[0])
 
 

@@ -88,12 +88,12 @@ def test_mutants_are_read_alike_and_run_only_if_whole(part: int) -> None:
     for _ in range(MUTANTS // 4):
         name = rnd.choice(sorted(ANSWERS))
         text = mutant(rnd, name)
-        shapes = output_formats_of(name, None if name == "openai" else rnd.choice([None, "qwen3"]))
-        whole = read(shapes, text)
-        assert read(shapes, *text) == whole, text
+        formats = output_formats_of(name, None if name == "openai" else rnd.choice([None, "qwen3"]))
+        whole = read(formats, text)
+        assert read(formats, *text) == whole, text
         cuts = sorted(rnd.randint(0, len(text)) for _ in range(rnd.randint(1, 6)))
         steps = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        assert read(shapes, *steps) == whole, text  # as drafts come, several tokens at once
+        assert read(formats, *steps) == whole, text  # as drafts come, several tokens at once
         pieces, detail = whole
         calls_of(pieces)
         for called, arguments, source in whole_calls(pieces):

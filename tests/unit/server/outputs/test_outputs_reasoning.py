@@ -18,11 +18,11 @@ def test_every_shape(name: str) -> None:
     shape = REASONING[name]
     answer = f"{shape.open}\nFirst.\n\nSecond.\n{shape.close}\n\nHello.\n"
     expected = [ReasoningPiece("First.\n\nSecond."), TextPiece("Hello.\n")], ""
-    shapes = OutputFormats(reasoning=shape)
-    assert read(shapes, answer) == expected
-    assert read(shapes, *answer) == expected
+    formats = OutputFormats(reasoning=shape)
+    assert read(formats, answer) == expected
+    assert read(formats, *answer) == expected
     opened = answer.removeprefix(shape.open)
-    assert read(shapes, *opened, in_reasoning=True) == expected
+    assert read(formats, *opened, in_reasoning=True) == expected
     assert shape.is_open(f"<|im_start|>assistant\n{shape.open}\n")
     assert not shape.is_open(f"{shape.open}\n\n{shape.close}\n\n")
 
@@ -37,12 +37,12 @@ def test_nothing_closes_it(name: str) -> None:
 
 
 def test_an_answer_without_reasoning() -> None:
-    shapes = output_formats_of(reasoning="qwen3")
-    assert read(shapes, "  Hello </b>\n")[0] == [TextPiece("  Hello </b>\n")]
-    assert read(shapes, "")[0] == []
-    assert read(shapes, " \n")[0] == [TextPiece(" \n")]
-    assert read(shapes, "<think>\n\n</think>\n\nHello")[0] == [TextPiece("Hello")]
-    assert read(shapes, "\n\n</think>\n\nHello", in_reasoning=True)[0] == [TextPiece("Hello")]
+    formats = output_formats_of(reasoning="qwen3")
+    assert read(formats, "  Hello </b>\n")[0] == [TextPiece("  Hello </b>\n")]
+    assert read(formats, "")[0] == []
+    assert read(formats, " \n")[0] == [TextPiece(" \n")]
+    assert read(formats, "<think>\n\n</think>\n\nHello")[0] == [TextPiece("Hello")]
+    assert read(formats, "\n\n</think>\n\nHello", in_reasoning=True)[0] == [TextPiece("Hello")]
 
 
 def test_reasoning_between_content() -> None:
@@ -52,9 +52,9 @@ def test_reasoning_between_content() -> None:
 
 def test_a_call_after_reasoning_and_inside_of_it() -> None:
     """A call ends the reasoning that was not closed, as in mlx-lm."""
-    shapes = output_formats_of("hermes", "qwen3")
+    formats = output_formats_of("hermes", "qwen3")
     for answer in (f"<think>\nHm.\n</think>\n\n{CALL}", f"<think>\nHm.\n{CALL}"):
-        pieces, detail = read(shapes, *answer)
+        pieces, detail = read(formats, *answer)
         assert pieces == [ReasoningPiece("Hm."), CallBegin("get-time"), CallArguments("{}"), CallEnd(CALL)]
         assert detail == ""
 
@@ -79,13 +79,13 @@ def test_white_space_between_marks_is_no_content() -> None:
 @pytest.mark.parametrize("name", MARKED)
 def test_a_closing_mark_of_reasoning_that_none_opened_is_text(name: str) -> None:
     close = REASONING[name].close
-    shapes = output_formats_of("hermes", name)
+    formats = output_formats_of("hermes", name)
     for answer in (f"Write {close} at its end.", close, f" {close}\n"):
-        assert read(shapes, *answer) == ([TextPiece(answer)], "")
+        assert read(formats, *answer) == ([TextPiece(answer)], "")
     block = f"{REASONING[name].open}Hm.{close}"
-    pieces, _ = read(shapes, *f"{block}Then {close}.")
+    pieces, _ = read(formats, *f"{block}Then {close}.")
     assert pieces == [ReasoningPiece("Hm."), TextPiece(f"Then {close}.")]
-    pieces, _ = read(shapes, *f"Hm.{close}{close}", in_reasoning=True)
+    pieces, _ = read(formats, *f"Hm.{close}{close}", in_reasoning=True)
     assert pieces == [ReasoningPiece("Hm."), TextPiece(close)]
 
 
@@ -99,13 +99,13 @@ def test_the_closing_mark_of_reasoning_with_a_call_inside_is_none() -> None:
 def test_under_a_grammar_marks_inside_of_the_answer_are_text(name: str) -> None:
     """Only reasoning before it, which the grammar has, is taken apart."""
     shape = REASONING[name]
-    shapes = OutputFormats(reasoning=shape, tools=output_formats_of("hermes").tools)
+    formats = OutputFormats(reasoning=shape, tools=output_formats_of("hermes").tools)
     json = f'{{"a": "{shape.open} {shape.close}", "b": "{CALL}{"".join(shape.dropped)}"}}'
-    assert read(shapes, *json, is_bound=True) == ([TextPiece(json)], "")
-    assert read(shapes, *json, is_bound=True, parse_tools=False) == ([TextPiece(json)], "")
+    assert read(formats, *json, is_bound=True) == ([TextPiece(json)], "")
+    assert read(formats, *json, is_bound=True, parse_tools=False) == ([TextPiece(json)], "")
     expected = ([ReasoningPiece("Hm."), TextPiece(json)], "")
-    assert read(shapes, *f"{shape.open}\nHm.{shape.close}\n\n{json}", is_bound=True) == expected
-    assert read(shapes, *f"\nHm.{shape.close}{json}", is_bound=True, in_reasoning=True) == expected
+    assert read(formats, *f"{shape.open}\nHm.{shape.close}\n\n{json}", is_bound=True) == expected
+    assert read(formats, *f"\nHm.{shape.close}{json}", is_bound=True, in_reasoning=True) == expected
 
 
 def test_under_a_grammar_the_answer_may_be_calls() -> None:
@@ -128,8 +128,8 @@ def test_harmony_under_a_grammar() -> None:
 
 def test_harmony_without_tools() -> None:
     answer = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>"
-    for shapes in (output_formats_of("openai"), output_formats_of(reasoning="openai")):
-        assert read(shapes, *answer, parse_tools=False)[0] == [ReasoningPiece("Hm."), TextPiece("Yes.")]
+    for formats in (output_formats_of("openai"), output_formats_of(reasoning="openai")):
+        assert read(formats, *answer, parse_tools=False)[0] == [ReasoningPiece("Hm."), TextPiece("Yes.")]
 
 
 def test_a_model_without_shapes_needs_no_parser() -> None:

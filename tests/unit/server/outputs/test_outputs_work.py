@@ -72,8 +72,8 @@ def test_little_is_held_back(name: str, opening: str, kind: str, monkeypatch: py
         feed(self, text)
 
     monkeypatch.setattr(Reader, "feed", watched)
-    shapes = output_formats_of(name, None if name == "openai" else "qwen3")
-    parser = make_parser(shapes, tools=TOOLS, in_reasoning=False, parse_tools=True)
+    formats = output_formats_of(name, None if name == "openai" else "qwen3")
+    parser = make_parser(formats, tools=TOOLS, in_reasoning=False, parse_tools=True)
     assert parser is not None
     text = opening + TEXTS[kind]
     for at in range(0, len(text), 7):

@@ -113,11 +113,11 @@ Marks = Literal["special", "added", "text"]
 """How a tokenizer has the marks: as special tokens, as tokens like any other, or not at all."""
 
 
-def shapes_with_tokens(name: str, kind: Marks, reasoning: str | None = None) -> tuple[OutputFormats, ByteTokenizer]:
-    """The shapes of a model, and a tokenizer with the marks, or with long tokens that are the same texts."""
-    shapes = output_formats_of(name, reasoning)
-    assert shapes.tools is not None
-    texts = shapes.tools.format.texts + (shapes.reasoning.texts if shapes.reasoning else ())
+def formats_with_tokens(name: str, kind: Marks, reasoning: str | None = None) -> tuple[OutputFormats, ByteTokenizer]:
+    """The formats of a model, and a tokenizer with the marks, or with long tokens that are the same texts."""
+    formats = output_formats_of(name, reasoning)
+    assert formats.tools is not None
+    texts = formats.tools.format.texts + (formats.reasoning.texts if formats.reasoning else ())
     marks = sorted({text for text in texts if re.fullmatch(r"[<\[][^{]*[>\]]", text)})
     if name == "kimi_k3":
         marks = ["<|open|>", "<|close|>", "<|sep|>"]
@@ -126,7 +126,7 @@ def shapes_with_tokens(name: str, kind: Marks, reasoning: str | None = None) -> 
     ends = [text for text in texts if text and "{" not in text]
     longer = ['"}', '": "', "</", ">\n", *(ends if kind == "text" else [])]
     tokenizer = ByteTokenizer([] if kind == "text" else marks, longer, special=kind == "special")
-    return msgspec.structs.replace(shapes, added_tokens=tokenizer.ids), tokenizer
+    return msgspec.structs.replace(formats, added_tokens=tokenizer.ids), tokenizer
 
 
 def assert_follows(name: str, arguments: Any) -> None:
@@ -139,18 +139,18 @@ def assert_follows(name: str, arguments: Any) -> None:
 @pytest.mark.parametrize("kind", ["special", "added", "text"])
 @pytest.mark.parametrize("name", sorted(TOOLS))
 def test_calls_cannot_be_malformed(name: str, kind: Marks) -> None:
-    shapes, tokenizer = shapes_with_tokens(name, kind)
+    formats, tokenizer = formats_with_tokens(name, kind)
     ended = 0
     for parallel in (False, True):
         grammar = with_reasoning(
-            tool_grammar(shapes, OFFERED, parallel=parallel), shapes, in_reasoning=False, is_calls=True
+            tool_grammar(formats, OFFERED, parallel=parallel), formats, in_reasoning=False, is_calls=True
         )
         for seed in range(ROUNDS):
             answer = play(tokenizer, grammar, seed)
             if answer is None:
                 continue
             ended += 1
-            pieces, detail = read(shapes, answer, tools=OFFERED)
+            pieces, detail = read(formats, answer, tools=OFFERED)
             assert not detail, answer
             assert text_of(pieces) == ""
             calls = calls_of(pieces)
@@ -167,15 +167,15 @@ def test_calls_after_reasoning(name: str, kind: Marks, in_reasoning: bool) -> No
     if name == "openai":
         in_reasoning = False  # its templates open no message
     reasoning = "openai" if name == "openai" else "qwen3"
-    shapes, tokenizer = shapes_with_tokens(name, kind, reasoning)
+    formats, tokenizer = formats_with_tokens(name, kind, reasoning)
     grammar = with_reasoning(
-        tool_grammar(shapes, (BOUND,), parallel=False), shapes, in_reasoning=in_reasoning, is_calls=True
+        tool_grammar(formats, (BOUND,), parallel=False), formats, in_reasoning=in_reasoning, is_calls=True
     )
     reasoned = 0
     for seed in range(12):
         if (answer := play(tokenizer, grammar, seed)) is None:
             continue
-        pieces, detail = read(shapes, answer, tools=OFFERED, in_reasoning=in_reasoning)
+        pieces, detail = read(formats, answer, tools=OFFERED, in_reasoning=in_reasoning)
         assert not detail and text_of(pieces) == "", answer
         assert [type(piece) for piece in pieces].count(CallBegin) == 1
         reasoned += bool(reasoning_of(pieces))
@@ -193,14 +193,14 @@ ANSWERS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("kind", ["special", "added", "text"])
 def test_an_answer_of_its_own_grammar_after_reasoning(name: str, answer: dict[str, Any], kind: Marks) -> None:
     reasoning = "openai" if name == "openai" else "qwen3"
-    shapes, tokenizer = shapes_with_tokens(name, kind, reasoning)
-    shapes = shapes.without_tools()
+    formats, tokenizer = formats_with_tokens(name, kind, reasoning)
+    formats = formats.without_tools()
     for in_reasoning in (False, True) if name != "openai" else (False,):
-        grammar = with_reasoning(answer, shapes, in_reasoning=in_reasoning)
+        grammar = with_reasoning(answer, formats, in_reasoning=in_reasoning)
         for seed in range(5):
             if (text := play(tokenizer, grammar, seed)) is None:
                 continue
-            pieces, _ = read(shapes, text, in_reasoning=in_reasoning, parse_tools=False, is_bound=True)
+            pieces, _ = read(formats, text, in_reasoning=in_reasoning, parse_tools=False, is_bound=True)
             content = "".join(piece.text for piece in pieces if isinstance(piece, TextPiece))
             if "json_schema" in answer:
                 assert not list(jsonschema_rs.validator_for(POINT).iter_errors(json.loads(content, parse_float=finite)))
@@ -238,13 +238,13 @@ def test_names_and_values_in_any_script() -> None:
     tools = (ToolDefinition(name="größe", parameters=parameters),)
     for name in ("hermes", "qwen3_coder", "lfm2", "gemma4"):
         for kind in ("special", "text"):
-            shapes, tokenizer = shapes_with_tokens(name, kind)
-            grammar = with_reasoning(tool_grammar(shapes, tools, parallel=False), shapes, in_reasoning=False)
+            formats, tokenizer = formats_with_tokens(name, kind)
+            grammar = with_reasoning(tool_grammar(formats, tools, parallel=False), formats, in_reasoning=False)
             seen = set()
             for seed in range(12):
                 answer = play(tokenizer, grammar, seed)
                 assert answer is not None
-                ((called, arguments),) = calls_of(read(shapes, answer, tools=tools)[0])
+                ((called, arguments),) = calls_of(read(formats, answer, tools=tools)[0])
                 assert called == "größe"
                 seen.add(arguments["v"])
             assert len(seen) > 2
@@ -256,12 +256,12 @@ def test_free_objects_and_undeclared_parameters() -> None:
     free = ToolDefinition(name="free", parameters={"type": "object"})
     odd = ToolDefinition(name="odd", parameters={"type": "object", "properties": {}, "required": ["it"]})
     for name in ("hermes", "qwen3_coder", "glm47"):
-        shapes, tokenizer = shapes_with_tokens(name, "special")
+        formats, tokenizer = formats_with_tokens(name, "special")
         answers = []
         for tool in (free, odd):
-            grammar = with_reasoning(tool_grammar(shapes, (tool,), parallel=False), shapes, in_reasoning=False)
+            grammar = with_reasoning(tool_grammar(formats, (tool,), parallel=False), formats, in_reasoning=False)
             played = [answer for seed in range(6) if (answer := play(tokenizer, grammar, seed))]
-            answers.append([calls_of(read(shapes, answer, tools=(tool,))[0])[0][1] for answer in played])
+            answers.append([calls_of(read(formats, answer, tools=(tool,))[0])[0][1] for answer in played])
         assert answers[1] and all("it" in arguments for arguments in answers[1])
         assert answers[0]
 
@@ -270,8 +270,8 @@ def test_free_objects_and_undeclared_parameters() -> None:
 def test_objects_inside_arguments_have_no_members_beyond_their_schema(name: str) -> None:
     point = {"type": "object", "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["x"]}
     tool = ToolDefinition(name="move", parameters={"properties": {"to": point}, "required": ["to"]})
-    shapes, tokenizer = shapes_with_tokens(name, "special")
-    grammar = with_reasoning(tool_grammar(shapes, (tool,), parallel=False), shapes, in_reasoning=False)
+    formats, tokenizer = formats_with_tokens(name, "special")
+    grammar = with_reasoning(tool_grammar(formats, (tool,), parallel=False), formats, in_reasoning=False)
     played = [answer for seed in range(6) if (answer := play(tokenizer, grammar, seed))]
-    arguments = [calls_of(read(shapes, answer, tools=(tool,))[0])[0][1] for answer in played]
+    arguments = [calls_of(read(formats, answer, tools=(tool,))[0])[0][1] for answer in played]
     assert arguments and all(value.keys() == {"to"} and value["to"].keys() == {"x"} for value in arguments)

@@ -1,1 +1,1 @@
-"""What every dialect has: the seam, its answer format, log-probabilities."""
+"""The interfaces of every dialect and its answer format; log-probabilities."""

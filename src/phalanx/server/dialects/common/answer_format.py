@@ -1,5 +1,4 @@
-"""How a dialect writes an answer, so that `endpoints/generating.py` streams and collects the answers of every dialect
-alike."""
+"""The interface through which `endpoints/generating.py` streams and collects the answers of every dialect."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ class AnswerFormat(Protocol):
 
     @property
     def keep_alive(self) -> bytes:
-        """What keeps a stream's client waiting."""
+        """Bytes that keep a stream's client waiting."""
 
     def opening(self, n_choices: int, so_far: Usage | None) -> bytes:
         """The stream's first events; may be empty.
@@ -28,7 +27,7 @@ class AnswerFormat(Protocol):
         """
 
     def events(self, deltas: Sequence[Delta], so_far: Usage | None) -> bytes:
-        """The events that carry these deltas, which are those of each choice in order."""
+        """The events of these deltas, which come in order for each choice."""
 
     def closing(self, usage: Usage, timing: Mapping[str, float] | None) -> bytes:
         """The stream's last events, after every choice has ended."""

@@ -1,7 +1,4 @@
-"""What makes up an endpoint that generates, so that `endpoints/generating.py` serves every dialect alike.
-
-Does not know the fields of any dialect.
-"""
+"""The parts of an endpoint that generates, so that `endpoints/generating.py` serves every dialect alike."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ B = TypeVar("B", bound=Body)
 
 
 class ParsedBody(Struct, frozen=True):
-    """A body that the model answers, parsed."""
+    """A parsed body that the model answers."""
 
     request: ChatRequest | CompletionRequest
     format: Callable[[ResponseHead], AnswerFormat]  # of its answer
@@ -41,4 +38,4 @@ class Dialect(Struct, Generic[B], frozen=True, kw_only=True):
     parse: Callable[[B, ApiModel], ParsedBody | StaticAnswer]  # raises InvalidRequest, which names the field
     field: str  # that holds the prompt, for errors
     id_prefix: str  # of answers' ids
-    longest_silence_s: float = math.inf  # of a stream whose client is there; --keepalive-seconds may say less
+    longest_silence_s: float = math.inf  # that its clients accept in a stream; --keepalive-seconds may be less

@@ -9,7 +9,7 @@ from phalanx.server.fields.json_pieces import finite
 
 
 def scored_json(entry: ScoredToken) -> dict[str, Any]:
-    """A token with the most likely ones at its place."""
+    """A token with the most likely ones at its position."""
     return {**_token_json(entry.token), "top_logprobs": [_token_json(piece) for piece in entry.top]}
 
 

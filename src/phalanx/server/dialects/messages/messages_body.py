@@ -1,7 +1,7 @@
 """The bodies of `/v1/messages` and `/v1/messages/count_tokens` (Anthropic): names, types and sizes of fields.
 
-Unknown fields are passed over, since the clients of this API send new ones every month, unless they hold content. Does
-not know what fields mean (`messages_dialect.py`).
+Unknown fields are ignored unless they hold content, since clients of this API send new ones every month.
+`messages_dialect.py` interprets the fields.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RECORDS = frozenset(
     "text_editor_code_execution_tool_result redacted_thinking".split()
 )
 """Blocks of an answer that only Anthropic's servers can use: tools that they run, and sealed thinking. They are left
-out; what came of those tools is in the texts that follow."""
+out; the results of those tools are in the texts that follow."""
 
 
 class TextPart(HistoryBody, kw_only=True):

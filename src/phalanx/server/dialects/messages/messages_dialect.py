@@ -1,6 +1,6 @@
-"""`/v1/messages` and `/v1/messages/count_tokens` (Anthropic): the chat requests that their bodies mean.
+"""`/v1/messages` and `/v1/messages/count_tokens` (Anthropic): parses their bodies into chat requests.
 
-Does not know how answers are written (`messages_format.py`).
+`messages_format.py` writes the answers.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from phalanx.server.requests.sampling_fields import parse_options, parse_stop_st
 from phalanx.server.requests.structured import answer_of_schema
 
 BILLING = "x-anthropic-billing-header:"
-"""How a block of Claude Code's begins that changes with every request: with it no two prompts would begin alike."""
+"""Beginning of a block of Claude Code's that changes with every request: with it, no two prompts share a prefix."""
 EFFORTS = {"xhigh": "high", "max": "high"}
-"""Anthropic's efforts that templates do not know, and the nearest that they do."""
+"""Anthropic's efforts that templates do not know -> the nearest that they know."""
 REFERENCE = "tool_reference"
-"""A part of the result of Claude Code's search for tools: one that it found, which is among the request's tools."""
+"""A part of the result of Claude Code's search for tools: a found tool, which is among the request's tools."""
 ERROR = "Error: "
-"""What stands before the result of a call that failed."""
+"""Put before the result of a call that failed."""
 
 
 def parse_messages(body: MessagesBody, served: ApiModel) -> ParsedBody:
@@ -57,7 +57,7 @@ def parse_messages(body: MessagesBody, served: ApiModel) -> ParsedBody:
 
 
 def parse_counted(body: MessagesBody, served: ApiModel) -> ParsedBody:
-    """As `parse_messages`, for a request of which only the prompt matters.
+    """As `parse_messages`, for a request whose prompt alone matters.
 
     Raises:
         InvalidRequest: names the field.
@@ -73,7 +73,7 @@ def parse_counted(body: MessagesBody, served: ApiModel) -> ParsedBody:
     messages = _conversation(body)
     continues = messages[-1]["role"] == "assistant"
     if continues and (messages[-1].get("tool_calls") or not messages[-1]["content"]):
-        raise invalid("messages", "messages ends with an answer that has no text to go on with; send what follows it.")
+        raise invalid("messages", "messages ends with an answer without text to continue; send the message after it.")
     conversation = Conversation(
         messages=messages,
         template_kwargs=variables,
@@ -91,7 +91,7 @@ MESSAGES = Dialect(
     parse=parse_messages,
     field="messages",
     id_prefix="msg_",
-    longest_silence_s=5.0,  # clients give up after some 10 s; nothing to show may come before as much silence again
+    longest_silence_s=5.0,  # clients give up after some 10 s, and tokens without text may come in between
 )
 COUNTED_MESSAGES = replace(MESSAGES, parse=parse_counted)
 
@@ -136,7 +136,7 @@ def _answer(body: MessagesBody) -> AnswerGrammar | None:
 
 
 def _thinking(thinking: ThinkingBody | None) -> Thinking:
-    """Only a client that says how the model may think expects blocks of thinking."""
+    """Only a client that sends `thinking` expects blocks of thinking."""
     if thinking is None or thinking.type == "disabled":
         return "hidden"
     if thinking.type not in ("enabled", "adaptive"):
@@ -163,7 +163,7 @@ def _variables(body: MessagesBody, served: ApiModel, thinking: Thinking) -> dict
 
 
 def _definitions(tools: Sequence[MessagesTool]) -> list[ToolDefinition]:
-    """The tools that the client itself runs. Others are left out, unless there is nothing else to call."""
+    """The tools that the client itself runs. Others are left out, unless there are only such."""
     foreign = [i for i, tool in enumerate(tools) if tool.type not in (None, "custom")]
     if tools and len(foreign) == len(tools):
         detail = f"{str(tools[0].type)[:40]!r}; this server runs no tools, send some with an input_schema"
@@ -224,7 +224,7 @@ def _system(system: str | list[TextPart] | None) -> str:
 
 
 def _user(message: MessageBody, where: str, calls: CallsSoFar) -> Iterator[dict[str, Any]]:
-    """What a user says, and the results of calls, in their order."""
+    """A user's texts and the results of calls, in their order."""
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
         return
@@ -254,7 +254,7 @@ def _result(block: ContentBlock, where: str, calls: CallsSoFar) -> dict[str, Any
 
 
 def _assistant(message: MessageBody, where: str) -> dict[str, Any]:
-    """Blocks of an answer follow each other without a gap, as this server cut them. Signatures are not checked."""
+    """Joins the blocks of an answer without gaps, as this server cut them. Signatures are not checked."""
     if isinstance(message.content, str):
         return {"role": "assistant", "content": message.content}
     texts: list[str] = []
@@ -271,10 +271,10 @@ def _assistant(message: MessageBody, where: str) -> dict[str, Any]:
                 calls.append(_call(block, field))
             case _:
                 texts.append(_text(block, field))
-    said: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+    answer: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
     if any(thoughts):
-        said["reasoning_content"] = "".join(thoughts)
-    return {**said, "tool_calls": calls} if calls else said
+        answer["reasoning_content"] = "".join(thoughts)
+    return {**answer, "tool_calls": calls} if calls else answer
 
 
 def _call(block: ContentBlock, where: str) -> dict[str, Any]:
@@ -285,7 +285,7 @@ def _call(block: ContentBlock, where: str) -> dict[str, Any]:
 
 
 def _joined(parts: Sequence[TextPart], where: str, named: str = "") -> str:
-    """The texts of the parts; of those of the type `named`, the names of tools."""
+    """The texts of the parts; for parts of the type `named`, the names of tools."""
     return "\n".join(
         part.tool_name if part.tool_name and part.type == named else _text(part, f"{where}[{i}]")
         for i, part in enumerate(parts)

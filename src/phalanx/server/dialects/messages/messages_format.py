@@ -1,7 +1,4 @@
-"""How `/v1/messages` (Anthropic) writes answers: blocks of thinking, text and calls, streamed or whole.
-
-Does not know requests (`messages_dialect.py`).
-"""
+"""Writes answers of `/v1/messages` (Anthropic): blocks of thinking, text and calls, streamed or whole."""
 
 from __future__ import annotations
 
@@ -23,15 +20,15 @@ Thinking = Literal["shown", "omitted", "hidden"]
 class MessagesFormat:
     """Writes one answer.
 
-    A block opens with its first character that is no blank, so that blanks between reasoning and a call make no block.
+    A block opens with its first non-blank character, so that blanks between reasoning and a call make no block.
 
-    A call becomes a block once it is certain: when something follows it, or the answer ends. A call that turns out to
-    be void is never seen, for clients run every block of a call that they have, whatever `stop_reason` says.
+    A call becomes a block once it is certain: when something follows it, or the answer ends. An invalid call is never
+    sent, since clients run every block of a call that they get, whatever `stop_reason` says.
     """
 
     media_type = "text/event-stream"
     next_number = 0
-    keep_alive = named_event("ping", {"type": "ping"})  # clients end a stream on which they see no events for long
+    keep_alive = named_event("ping", {"type": "ping"})  # clients end a stream without events
 
     def __init__(self, head: ResponseHead, thinking: Thinking) -> None:
         self._head = head
@@ -44,7 +41,7 @@ class MessagesFormat:
         self._ending: ChoiceEnding | None = None
 
     def opening(self, n_choices: int, so_far: Usage | None) -> bytes:
-        """`message_start`, which says how long the prompt is."""
+        """`message_start`, with the length of the prompt."""
         usage = _usage(so_far or Usage(prompt=0, completion=0))
         return _event("message_start", message=self._message([], None, usage))
 
@@ -91,7 +88,7 @@ class MessagesFormat:
                 yield {"type": "tool_use", "id": call.id, "name": call.name, "input": _json(call.arguments)}
 
     def _delta(self, delta: Delta) -> Iterator[bytes]:
-        """The last call goes on first: what else the delta has was written after it."""
+        """The last call continues first: the rest of the delta was written after it."""
         going_on = [call for call in delta.calls if self._call and call.index == self._call[0].index]
         for call in going_on:
             self._call = [] if call.broken else [*self._call, call]
@@ -148,7 +145,7 @@ class MessagesFormat:
 
 
 class _Signature:
-    """What a block of thinking is signed with: a hash of its text. Clients send it back; it is not looked at."""
+    """The signature of a block of thinking: a hash of its text. Clients send it back; it is not checked."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=24)
@@ -157,7 +154,7 @@ class _Signature:
         self._hash.update(text.encode())
 
     def take(self) -> str:
-        """The signature of what was added since the last one."""
+        """The signature of the text added since the last one."""
         signature = b64encode(self._hash.digest()).decode()
         self._hash = hashlib.blake2b(digest_size=24)
         return signature

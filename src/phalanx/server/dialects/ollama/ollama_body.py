@@ -1,8 +1,7 @@
 """The bodies of `/api/chat` and `/api/generate` (Ollama), and how their large fields are read.
 
-Unknown fields and options are passed over, as Ollama does, but for content in messages: its clients send those of other
-versions, and settings of the machine that a server has in its own command line. Does not know what fields mean
-(`ollama_dialect.py`).
+Unknown fields and options are ignored, as Ollama does, except content in messages: clients send fields of other
+versions, and settings of the machine, for which a server has flags. `ollama_dialect.py` interprets the fields.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from phalanx.server.fields.openai_bodies import (
 )
 
 Number = int | float
-"""Of an option that is a whole number: Ollama takes 128.0 where it means 128."""
+"""Of an option that is a whole number: Ollama accepts 128.0 for 128."""
 
 
 class OllamaCalled(HistoryBody, kw_only=True):

@@ -1,6 +1,6 @@
-"""`/api/chat` and `/api/generate` (Ollama): the requests that their bodies mean.
+"""`/api/chat` and `/api/generate` (Ollama): parses their bodies into requests.
 
-Does not know how answers are written (`ollama_format.py`).
+`ollama_format.py` writes the answers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from phalanx.server.requests.structured import answer_of_schema
 
 LEVELS = ("low", "medium", "high")
 NEUTRAL: Mapping[str, float] = {"mirostat": 0, "typical_p": 1.0, "tfs_z": 1.0}
-"""Options that would change the answer, and the value of each that asks for nothing."""
+"""Unsupported options that would change the answer -> the value that changes nothing."""
 SAMPLING = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -55,7 +55,7 @@ SAMPLING = {
 
 
 def parse_chat(body: OllamaChatBody, served: ApiModel) -> ParsedBody | StaticAnswer:
-    """Parse a chat; without messages it only asks that the model is loaded.
+    """Parse a chat; without messages it only loads the model.
 
     Raises:
         InvalidRequest: names the field.
@@ -74,8 +74,7 @@ def parse_chat(body: OllamaChatBody, served: ApiModel) -> ParsedBody | StaticAns
 
 
 def parse_generate(body: OllamaGenerateBody, served: ApiModel) -> ParsedBody | StaticAnswer:
-    """Parse a prompt, which is a user's message unless it is `raw`; without one it only asks whether the model is
-    loaded.
+    """Parse a prompt, which is a user's message unless it is `raw`; without one the request only loads the model.
 
     Raises:
         InvalidRequest: names the field.
@@ -116,7 +115,7 @@ def _is_zero(duration: Any) -> bool:
 
 
 def _conversation(messages: list[dict[str, Any]], variables: dict[str, Any], served: ApiModel) -> Conversation:
-    """An answer that has begun is continued."""
+    """The messages; a last one of the assistant is continued."""
     begun = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     return Conversation(
         messages=messages,
@@ -133,7 +132,7 @@ def _thinking(body: OllamaBody, served: ApiModel) -> dict[str, Any]:
         return {}
     if isinstance(think, str) and think not in LEVELS:
         raise invalid("think", f"think is {think[:40]!r}; it must be true, false, {', '.join(LEVELS)}.")
-    if think is not False and served.shapes.reasoning is None:
+    if think is not False and served.formats.reasoning is None:
         raise unsupported("think", "this model writes no reasoning that is recognised; see --reasoning-parser")
     level = {"reasoning_effort": think} if isinstance(think, str) else {}
     return {"enable_thinking": think is not False, **level}

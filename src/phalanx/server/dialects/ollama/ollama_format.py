@@ -1,4 +1,4 @@
-"""How answers of `/api/chat` and `/api/generate` (Ollama) are written: one JSON object a line.
+"""Writes answers of `/api/chat` and `/api/generate` (Ollama): one JSON object a line.
 
 Calls are sent whole, since Ollama's clients read their arguments as an object.
 """
@@ -22,12 +22,12 @@ NANOSECONDS = 1e9  # in a second
 
 
 class OllamaAnswer(Struct, frozen=True):
-    """Where an endpoint's answer has its text."""
+    """The place of the text in an endpoint's answers."""
 
     place: Callable[[Mapping[str, Any], str], dict[str, Any]]  # (thinking and calls, text) -> fields of the object
 
     def loaded(self, model: str, created: int, reason: Literal["load", "unload"]) -> dict[str, Any]:
-        """The answer to a request without a prompt, which only asks that the model is loaded, or no longer is."""
+        """The answer to a request without a prompt, which only loads or unloads the model."""
         return {**_head(model, created), **self.place({}, ""), "done": True, "done_reason": reason}
 
 
@@ -55,7 +55,7 @@ class OllamaFormat:
         self._base = _head(head.model, head.created)
         self._logprobs = head.logprobs
         self._moves = moves_json(head)
-        self._calls: list[CallDelta] = []  # parts of calls that may go on
+        self._calls: list[CallDelta] = []  # parts of unfinished calls
         self._ending: ChoiceEnding | None = None
 
     def opening(self, n_choices: int, so_far: Usage | None) -> bytes:
@@ -119,7 +119,7 @@ def _call(call: CallDelta) -> dict[str, Any]:
 
 
 def _totals(ending: ChoiceEnding, usage: Usage) -> dict[str, Any]:
-    """The model is loaded already: what Ollama's clients call loading is the wait for a place in the batch."""
+    """The model is loaded already, so `load_duration` is the wait for a place in the batch."""
     timing = ending.timing
     return {
         "done": True,

@@ -1,6 +1,6 @@
-"""The messages of `/api/chat` (Ollama), as chat templates take them.
+"""Converts the messages of `/api/chat` (Ollama) for chat templates.
 
-Most of Ollama's clients know no ids of calls: a tool's message answers the call of its name, or the next one.
+Most of Ollama's clients send no ids of calls: a tool's message answers the call of its name, or the next one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from phalanx.server.fields.refusals import invalid, unsupported
 from phalanx.server.requests.conversation import ROLES
 
 NOTHING = ("", "")
-"""What a result knows of its call if it names neither id nor tool."""
+"""Key of a result's call if the result names neither id nor tool."""
 
 
 def conversation_of(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
@@ -41,7 +41,7 @@ class _Calls:
     def __init__(self) -> None:
         self._n_unnamed = 0
         self._calls: defaultdict[tuple[str, str], deque[_Call]] = defaultdict(deque)
-        """What a result may know of a call -> such calls in their order; some are answered."""
+        """Id, name or `NOTHING` -> the calls that it may mean, in their order; some are answered."""
 
     def add(self, call: OllamaCall) -> dict[str, Any]:
         """A further call of an assistant's message."""

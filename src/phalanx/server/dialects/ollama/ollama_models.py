@@ -14,14 +14,14 @@ from phalanx.server.fields.timestamps import iso_time
 from phalanx.types import ModelInfo
 
 API_VERSION = "0.13.5"
-"""The version of Ollama whose API this is; clients refuse older ones."""
+"""The version of Ollama's API; clients refuse older ones."""
 NEVER = "2318-01-01T00:00:00Z"
-"""When a model is unloaded that stays: as far off as Ollama itself says, whose durations end after 292 years."""
+"""`expires_at` of a model that stays loaded, as far off as Ollama's own, whose durations end after 292 years."""
 REFUSED: Mapping[str, str] = {
     f"/api/{action}": f"This server has one model, which was chosen at its start; it cannot {action}."
     for action in ("push", "create", "copy")
 }
-"""Path -> why nothing is done there."""
+"""Path -> why the server refuses it."""
 
 
 class OllamaModel(Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ def tags(models: Sequence[OllamaModel], others: Sequence[LocalModel] = ()) -> di
 
 
 def running(models: Sequence[OllamaModel]) -> dict[str, Any]:
-    """`GET /api/ps`. Where the weights lie (`size_vram`) is not known here."""
+    """`GET /api/ps`. `size_vram`, the place of the weights, is not known here."""
     return {
         "models": [
             {**_card(model), "expires_at": NEVER, "context_length": model.info.max_model_len} for model in models
@@ -77,7 +77,7 @@ def show(model: OllamaModel) -> dict[str, Any]:
 
 
 def show_local(model: LocalModel) -> dict[str, Any]:
-    """`POST /api/show` of a model that is not served: what its small files say."""
+    """`POST /api/show` of a model that is not served, from its small files."""
     kind = model.family
     return {
         "modified_at": iso_time(int(model.used)),
@@ -128,7 +128,7 @@ def _card(model: OllamaModel) -> dict[str, Any]:
 
 
 def _details(family: str, quantization: str) -> dict[str, Any]:
-    """The number of parameters is not known here."""
+    """`details`, without the number of parameters, which is not known here."""
     return {
         "parent_model": "",
         "format": "safetensors",

@@ -27,7 +27,7 @@ class ChatFormat(OpenAIStream):
     def __init__(self, head: ResponseHead, *, shows_reasoning: bool = True) -> None:
         super().__init__(head)
         self._shows_reasoning = shows_reasoning
-        self._streamed: dict[int, list[int]] = {}  # by choice: its calls of which some part was streamed
+        self._streamed: dict[int, list[int]] = {}  # by choice: its calls that were streamed, at least in part
 
     def opening(self, n_choices: int, so_far: Usage | None) -> bytes:
         """A chunk with the role per choice."""
@@ -76,7 +76,7 @@ class ChatFormat(OpenAIStream):
         return self._chunk(self._choice(delta.index, new, delta.scored, delta.ending), so_far)
 
     def _number(self, delta: Delta, call: CallDelta) -> int:
-        """The call's number among those that the client sees: they count without gaps."""
+        """The call's number among those that the client sees, which count without gaps."""
         streamed = self._streamed.setdefault(delta.index, [])
         if call.index not in streamed:
             streamed.append(call.index)
@@ -95,7 +95,7 @@ class ChatFormat(OpenAIStream):
 
 
 def _call(call: CallDelta, number: int) -> dict[str, Any]:
-    """The part of a call: with its id and name if it is the first one."""
+    """A part of a call; the first one has its id and name."""
     if not call.name:
         return {"index": number, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}

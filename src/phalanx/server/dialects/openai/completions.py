@@ -57,7 +57,7 @@ class CompletionFormat(OpenAIStream):
 def _named(entry: ScoredToken) -> list[TokenText]:
     """The most likely tokens and the chosen one (OpenAI: up to logprobs + 1 entries), least likely first.
 
-    The caller makes a dictionary by text: of two tokens with the same text the more likely one stays.
+    The caller makes a dictionary by text, in which the more likely of two tokens with the same text stays.
     """
     tokens = [*entry.top, entry.token]
     tokens.sort(key=lambda token: token.logprob)

@@ -1,4 +1,4 @@
-"""What OpenAI's chat and text completions have in common: usage, endings, events."""
+"""Shared parts of OpenAI's chat and text completions: usage, endings, events."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class OpenAIStream:
 
 
 def base(head: ResponseHead, kind: str) -> dict[str, Any]:
-    """The fields that every object of an answer repeats."""
+    """The fields of every object of an answer."""
     return {"id": head.id, "object": kind, "created": head.created, "model": head.model}
 
 

@@ -1,8 +1,7 @@
 """The JSON body of `/v1/responses`: names, types and sizes of its fields.
 
-Unknown fields of the body are refused by name. Those of items and tools are passed over unless they hold content: they
-come from other servers and other tools, and clients send them back as they got them. Does not know what the fields mean
-(`responses_dialect.py`).
+Unknown fields of the body are refused by name. Those of items and tools are ignored unless they hold content: clients
+send back unchanged fields of other servers and tools. `responses_dialect.py` interprets the fields.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ RECORDS = frozenset(
     "mcp_approval_request mcp_approval_response mcp_call mcp_list_tools tool_search_call tool_search_output "
     "web_search_call".split()
 )
-"""Items about tools that other servers run. The model cannot call them here; what came of them is in the messages."""
+"""Items about tools that other servers run. The model cannot call them here; their results are in the messages."""
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
 
 

@@ -1,7 +1,7 @@
-"""`/v1/responses` (OpenAI): the chat requests that its bodies mean.
+"""`/v1/responses` (OpenAI): parses its bodies into chat requests.
 
-Stateless: nothing is stored, so that a request that names something stored is refused. Does not know how answers are
-written (`responses_format.py`).
+Stateless: nothing is stored, so a request that refers to something stored is refused. `responses_format.py` writes the
+answers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHARED = (
     "model", "stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "seed", "stop", "timeout", "timing", "num_speculative_tokens", "cache_salt",
 )  # fmt: skip
-"""Fields that mean the same in every dialect of OpenAI's."""
+"""Fields with the same meaning in every dialect of OpenAI's."""
 NEUTRAL: Mapping[str, tuple[object, str]] = {
     "previous_response_id": (
         None,
@@ -52,16 +52,16 @@ NEUTRAL: Mapping[str, tuple[object, str]] = {
     "context_management": ([], "the client shortens the conversation"),
     "moderation": (None, ""),
 }
-"""Fields that would change the answer, the only value of each that does not, and what to do instead."""
+"""Unsupported fields that would change the answer -> the value that does not, and what to do instead."""
 TRUNCATIONS = ("disabled", "auto")
 """A prompt that is too long is refused with both: with "auto" OpenAI's server leaves out what does not fit."""
 ECHOED = (
     "metadata", "prompt_cache_key", "safety_identifier", "service_tier", "max_output_tokens", "max_tool_calls", "user",
 )  # fmt: skip
-"""Fields that the response repeats as they are."""
-ECHOED_CHARS = 1 << 16  # of instructions, and of tools; longer ones are not repeated, three times in every stream
+"""Fields that the response repeats unchanged."""
+ECHOED_CHARS = 1 << 16  # of instructions, and of tools; a stream would repeat longer ones three times
 CLIENTS_OWN = ("function", "custom", "namespace")
-"""Types of tools that the client runs. Those of other types run on other servers, and the model is not shown them."""
+"""Types of tools that the client runs. Tools of other types run on other servers, and the model does not see them."""
 FIELD = "input"
 SEALED = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
@@ -162,7 +162,7 @@ def _answer(form: TextFormat | None) -> AnswerGrammar | None:
 
 
 def _echoed(body: ResponsesBody, options: Options, tools: ToolUse | None) -> dict[str, Any]:
-    """What the response says of the request."""
+    """The fields of the request that the response repeats."""
     instructions = body.instructions or ""
     reasoning, text = body.reasoning or ResponseReasoning(), body.text or TextOptions()
     short = tools is not None and tools.n_chars <= ECHOED_CHARS
@@ -202,7 +202,7 @@ def _echo(value: Any) -> Any:
 def _named(
     tools: Sequence[OfferedFunction], where: str, namespace: str | None = None
 ) -> Iterator[tuple[ToolDefinition, ToolItem]]:
-    """The tools that the client runs, as the model is shown them and as the client names them."""
+    """The tools that the client runs, as the model sees them and as the client names them."""
     for i, tool in enumerate(tools):
         field = f"{where}[{i}]"
         if tool.type not in CLIENTS_OWN:
@@ -253,7 +253,7 @@ def _choose(
 
 
 def _allowed(tools: Sequence[object], offered: Mapping[str, ToolItem]) -> list[str]:
-    """The names, as the model is shown them, of a list of allowed tools; those that run elsewhere left out."""
+    """The names that the model sees of a list of allowed tools, without those that run elsewhere."""
     names = [_shown(one) for one in tools if isinstance(one, dict) and one.get("type") in ("function", "custom")]
     if (strange := next((name for name in names if name not in offered), None)) is not None:
         raise invalid("tool_choice", f"tool_choice allows {strange[:128]!r}, which is not among the tools.")
@@ -261,6 +261,6 @@ def _allowed(tools: Sequence[object], offered: Mapping[str, ToolItem]) -> list[s
 
 
 def _shown(chosen: Any) -> str:
-    """The name, as the model is shown it, of a tool that is chosen by an object."""
+    """The name that the model sees of a tool that is chosen by an object."""
     namespace = chosen.get("namespace")
     return shown_name(str(chosen.get("name")), None if namespace is None else str(namespace))

@@ -1,7 +1,6 @@
 """`/v1/responses`: the response object and the events of its stream (OpenAI).
 
-Decides in which order items begin and end, and how the response does. Does not know what an item consists of
-(`responses_items.py`), nor the bodies of requests (`responses_dialect.py`).
+Decides the order in which items begin and end, and the response's status. `responses_items.py` writes the items.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ ID_PREFIX = "resp_"
 
 
 class ResponseOptions(Struct, frozen=True, kw_only=True):
-    """What a request says about the form of its answer."""
+    """A request's options for the form of its answer."""
 
     echoed: Mapping[str, Any]  # fields that the response object repeats
-    tools: Mapping[str, ToolItem]  # by the names that the model is shown
+    tools: Mapping[str, ToolItem]  # by the names that the model sees
     summary: bool = False  # see `ReasoningItem`
     sealed: bool = False
 
@@ -46,15 +45,15 @@ class ResponsesFormat:
         self._options = options
         self.next_number = 0
         self._n_items = 0
-        self._item: Item | None = None  # that is being written
-        self._output: list[dict[str, Any]] = []  # items that are done; without broken calls, which no client may run
+        self._item: Item | None = None  # open
+        self._output: list[dict[str, Any]] = []  # finished items, without broken calls, which no client may run
         self._answers = False  # there is a message or a call
         self._ending: ChoiceEnding | None = None
-        self._scored: list[ScoredToken] = []  # that no text was sent with yet
+        self._scored: list[ScoredToken] = []  # not sent yet, since no text was
 
     @property
     def keep_alive(self) -> bytes:
-        """An event: clients give up some minutes after the last one, and comments are none."""
+        """An event, since clients give up some minutes after the last event, and do not count comments."""
         return self._written([("keepalive", {})])
 
     def opening(self, n_choices: int, so_far: Usage | None) -> bytes:
@@ -73,7 +72,7 @@ class ResponsesFormat:
         return self._written([*events, (f"response.{self._status}", {"response": response, **moves_json(self._head)})])
 
     def failure(self, failure: Failure) -> bytes:
-        """`response.failed`, with the items that were done before."""
+        """`response.failed`, with the finished items."""
         error = {"code": _code(failure), "message": failure.message}
         return self._written([("response.failed", {"response": {**self._response("failed"), "error": error}})])
 
@@ -152,11 +151,11 @@ class ResponsesFormat:
         return events
 
     def _end(self) -> list[Event]:
-        """Every choice has ended. An answer without any text is an empty message: clients look for one."""
+        """End the last item. An answer without text becomes an empty message, since clients look for one."""
         events: list[Event] = []
         if not self._answers and self._status == "completed":
             events = self._begin(MessageItem(self._next_id()))
-        is_call = isinstance(self._item, FunctionCall)  # and whole, however the answer ended
+        is_call = isinstance(self._item, FunctionCall)  # whole, however the answer ended
         return events + self._close("completed" if is_call else self._status)
 
     def _next_id(self) -> str:

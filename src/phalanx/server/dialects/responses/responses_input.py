@@ -1,7 +1,7 @@
-"""From the items of a response's input to the messages that chat templates take.
+"""Converts the items of a response's input into messages for chat templates.
 
-Reasoning, texts and calls that follow each other were one answer of the model, and become one message again, so that
-its prompt begins as the one before did. Does not know the other fields of the body (`responses_dialect.py`).
+Consecutive reasoning, texts and calls were one answer of the model, and become one message again, so that the prompt
+begins like the previous one.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from phalanx.server.fields.refusals import invalid, unsupported
 from phalanx.server.requests.conversation import CallsSoFar, arguments_of
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Roles of messages, and what templates call them."""
+"""Role of a message -> its name in templates."""
 UNSTORED = '"item_reference": nothing is stored; set store: false in the client, so that it sends the items themselves'
-"""What helps a client that takes every response for a stored one, as Vercel's `ai` does until it is told otherwise."""
+"""The remedy for a client that takes every response for a stored one, as Vercel's `ai` does by default."""
 
 
 def shown_name(name: str, namespace: str | None) -> str:
-    """What the model knows a tool by: every format of calls can write it."""
+    """The name that the model sees of a tool: every format of calls can write it."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
@@ -45,7 +45,7 @@ def parse_input(instructions: str | None, given: str | Sequence[InputItem]) -> l
 
 
 class _Answer:
-    """An answer of the model that further items may belong to."""
+    """An answer of the model, to which further items may belong."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -53,7 +53,7 @@ class _Answer:
         self.calls: list[dict[str, Any]] = []
 
     def message(self) -> dict[str, Any]:
-        """As templates take it."""
+        """The message for templates."""
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self.texts)}
         if self.reasoning:
             message["reasoning_content"] = "".join(self.reasoning)
@@ -70,7 +70,7 @@ class _History:
         self._calls = CallsSoFar()
 
     def say(self, role: str, text: str, **more: str) -> None:
-        """Append a message that is no answer."""
+        """Append a message that is not an answer."""
         self._end_answer()
         self._messages.append({"role": role, "content": text, **more})
 
@@ -133,7 +133,7 @@ class _History:
         self.say("tool", _text(item.output, f"{where}.output"), **answered)
 
     def _answer(self) -> _Answer:
-        """The answer that the items before belong to, or a new one."""
+        """The answer of the items before, or a new one."""
         self._open = self._open or _Answer()
         return self._open
 
@@ -145,7 +145,7 @@ class _History:
 
 
 def _reasoning(item: InputItem, where: str) -> str:
-    """What the item says, in one of three places; nothing if another server sealed it."""
+    """The item's text, from one of three places; empty if another server sealed it."""
     if item.encrypted_content and (text := unseal(item.encrypted_content)) is not None:
         return text
     if item.content:

@@ -1,7 +1,6 @@
-"""The items that a response consists of, and the events that carry each of them (OpenAI's Responses).
+"""The items of a response, and the events of each (OpenAI's Responses).
 
-An item collects what was sent of it, and says which events begin, continue and finish it. Does not know in which order
-items come, nor the response around them (`responses_format.py`).
+An item collects its text, and makes the events that begin, continue and finish it. `responses_format.py` orders items.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from phalanx.server.dialects.common.log_probabilities import scored_json
 from phalanx.server.fields.call_arguments import parse_arguments
 
 Event = tuple[str, dict[str, Any]]
-"""Name and fields of an event; without those that every event of an item has."""
+"""Name and fields of an event, without those of every event of an item."""
 
 SEAL = "phalanx-1:"
-"""Before reasoning that a client keeps as `encrypted_content`. It is no secret, but base64 of the text."""
+"""Begins reasoning that a client keeps as `encrypted_content`: base64 of the text, and no secret."""
 CUSTOM_INPUT = "input"
-"""A custom tool takes a text. The model is shown a function of it, with this one argument."""
+"""A custom tool takes a text. The model sees it as a function with this one argument."""
 
 
 class ToolItem(Struct, frozen=True, kw_only=True):
-    """How a request names a tool. The model may be shown another name."""
+    """How a request names a tool; the model may see another name."""
 
     name: str
     namespace: str | None = None
@@ -41,7 +40,7 @@ def seal(reasoning: str) -> str:
 
 
 def unseal(content: str) -> str | None:
-    """What was sealed; None if another server wrote it."""
+    """The sealed reasoning; None if another server sealed it."""
     if not content.startswith(SEAL):
         return None
     try:
@@ -51,7 +50,7 @@ def unseal(content: str) -> str | None:
 
 
 class Item(ABC):
-    """An item that is being written.
+    """An open item.
 
     Args:
         id: of the response and the item's number; the item's own has its kind in front.
@@ -77,7 +76,7 @@ class Item(ABC):
 
     @abstractmethod
     def json(self, status: str) -> dict[str, Any]:
-        """The item: empty if `status` is in_progress, else with all that was added."""
+        """The item: empty if `status` is in_progress, else with all its text."""
 
     @property
     def _text(self) -> str:
@@ -142,7 +141,7 @@ class ReasoningItem(_TextItem):
     """The reasoning before, or between parts of, the answer.
 
     Args:
-        summary: it is written into the item's summary, which more clients show than its content.
+        summary: put the text into the item's summary, which more clients show than its content.
         sealed: the item has `encrypted_content`.
     """
 
@@ -217,7 +216,7 @@ class CustomCall(FunctionCall):
         return {**self._head("custom_tool_call", status), "input": text}
 
     def _input(self) -> str:
-        """The function's argument. Where the model wrote something else, all of it: the tool's errors are clearer."""
+        """The function's argument; if the model wrote something else, all of it, for a clear error of the tool."""
         try:
             given = parse_arguments(self._text).get(CUSTOM_INPUT)
         except ValueError:  # the answer ended inside
