@@ -32,7 +32,7 @@ REQUEST = (
     (
         Message(0, 1, "POST /v1/chat/completions"),
         Message(1, 1, "1 parse: intake, dialect"),
-        Message(1, 1, "2 take a place (else 429)"),
+        Message(1, 1, "2 take a slot (else 429)"),
         Message(1, 1, "3 tokenise: chat template"),
         Message(1, 2, "4 submit: SequenceRequest"),
         Message(2, 2, "5 plan: rows, chunks, drafts"),

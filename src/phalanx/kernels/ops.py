@@ -1,4 +1,4 @@
-"""The type of the native operations' module. Does not know how it is loaded (`preload.py`)."""
+"""The type of the native operations' module, which `preload.py` loads."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Loads the native kernels before MLX, so that MLX takes its matrix products from them. Must be imported before MLX.
 
 The symbols of a dynamic library are bound when it is loaded, so the kernels cannot be loaded later. Without the package
-phalanx-cpu this module does nothing. Does not know which of MLX's functions are replaced (`install.py`).
+phalanx-cpu this module does nothing. `install.py` replaces MLX's functions.
 """
 
 from __future__ import annotations

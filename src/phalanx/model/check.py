@@ -128,7 +128,7 @@ def _advance_foreign(runner: Runner, caches: list[Any], count: int) -> None:
 
 
 def _hidden_input(runner: Runner, rows: Sequence[Sequence[int]]) -> mx.array | None:
-    """What a stage takes for these tokens: [rows, L, width], equal for equal tokens; None if it takes nothing."""
+    """The stage's input hidden states for these tokens: [rows, L, width], equal for equal tokens; None without any."""
     if runner.stage is None or not runner.stage.has_hidden_input:
         return None
     table = mx.random.normal((LARGEST + 1, runner.stage.width), runner.dtype, key=mx.random.key(0))

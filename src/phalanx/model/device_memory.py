@@ -1,8 +1,8 @@
-"""The memory of the device that MLX computes on: how much there is, what is left of it, and keeping it wired (macOS).
+"""The memory of the device that MLX computes on: its size, the available part, and keeping it wired (macOS).
 
-On Metal the limit is not the machine's memory but the part of it that macOS lets the GPU use, and what is left depends
-on this process alone: the system makes room by dropping files from its cache and paging other programs out. An NVIDIA
-GPU has memory of its own. On the CPU the host's memory counts. What follows from the numbers is `memory.py`'s to say.
+On Metal the limit is not the machine's memory but the part of it that macOS lets the GPU use, and the available part
+depends on this process alone: the system makes room by dropping files from its cache and paging other programs out. An
+NVIDIA GPU has memory of its own. On the CPU the host's memory counts. `memory.py` decides by these numbers.
 `python -m phalanx.model.device_memory` prints them as JSON, for programs that do not import MLX.
 """
 
@@ -20,11 +20,11 @@ from phalanx.memory import GB, MachineMemory
 log = logging.getLogger("phalanx.load")
 
 SHARED_WITH_HOST = ("GB10", "Thor", "Orin")
-"""In the names of NVIDIA GPUs that have no memory of their own. CUDA counts the page cache as used there."""
+"""In the names of NVIDIA GPUs that share the host's memory. CUDA counts the page cache as used there."""
 
 
 def read_memory(sharing: int = 1) -> MachineMemory:
-    """What this process may use for weights and caches, and what is left of it.
+    """The memory that this process may use for weights and caches, and the available part of it.
 
     Args:
         sharing: ranks that share this memory and hold as much of it as this one. (Metal: MLX knows its own only.)

@@ -2,8 +2,7 @@
 
 After a token has been drawn, the processor commits it, plans the next step and builds the model call, while the device
 would be idle. A rank that is alone therefore prepares the next step's forward before its plan exists. A rank that sums
-with others cannot, because they execute plans only; it saves one of a step's two waits instead. Does not know how
-forwards are built or replayed (`runner.py`).
+with others cannot, because they execute plans only; it saves one of a step's two waits instead.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from enum import Enum
 
 
 class Overlap(Enum):
-    """What a rank does while the device computes a step."""
+    """A rank's work while the device computes a step."""
 
     NONE = "none"
     """Nothing: every forward waits for its plan."""

@@ -19,7 +19,7 @@ from phalanx.model.cache.layer_layout import CacheFacts
 
 
 def cannot_be_cut(name: str, reason: str) -> ModelUnsupported:
-    """The error for a model of which a stage would not compute what the whole model does."""
+    """The error for a model whose stages would not compute the same as the whole model."""
     return ModelUnsupported(f"{name} cannot be cut into stages: {reason}.", remedy="Serve it with --pp 1.")
 
 
@@ -160,11 +160,11 @@ def hollow(layer: Module, stage: Stage, number: int, place: ActivationArgument) 
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         incoming = args[place.argument] if isinstance(place.argument, int) else kwargs[place.argument]
-        handed_on = stage.hand_on(number, incoming)
+        hidden = stage.hand_on(number, incoming)
         if place.result is None:
-            return handed_on
+            return hidden
         others = [ABSENT if something else None for something in place.results]
-        return (*others[: place.result], handed_on, *others[place.result + 1 :])
+        return (*others[: place.result], hidden, *others[place.result + 1 :])
 
     cls = type(layer)
     contents = _hollowed(dict(layer), {id(layer): layer})
@@ -178,7 +178,7 @@ def hollow(layer: Module, stage: Stage, number: int, place: ActivationArgument) 
 
 
 class Hollow(Module):  # type: ignore[misc]
-    """What is left of a module inside a layer of another stage."""
+    """Stands for a module inside a layer of another stage."""
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         """Not to be called."""

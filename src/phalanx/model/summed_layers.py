@@ -15,7 +15,7 @@ Sum = Callable[[mx.array], mx.array]
 
 
 class SummedLinear(nn.Linear):  # type: ignore[misc]
-    """A linear layer of which each rank has some of the inputs. The bias is added after the sum."""
+    """A linear layer with some of the inputs on each rank. The bias is added after the all-reduce."""
 
     all_sum: Sum
 
@@ -46,7 +46,7 @@ class SummedQuantizedLinear(nn.QuantizedLinear):  # type: ignore[misc]
 
 
 class SummedRMSNorm(nn.RMSNorm):  # type: ignore[misc]
-    """RMSNorm of a vector of which each rank has an equal part; computed in float32."""
+    """RMSNorm of a vector split equally over the ranks; computed in float32."""
 
     all_sum: Sum
     ranks: int

@@ -1,5 +1,5 @@
 """The default control: weighs the expected tokens of drafts against the measured cost of a step, within one budget.
-docs/speculation.md explains it. Times are handed in."""
+docs/speculation.md explains it. The caller measures the times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from phalanx.sched.forwards import computed
 from phalanx.spec.acceptance import AcceptanceTracker, Chances
-from phalanx.spec.budget import GAINS_AT_RISK, PROBE_SHARE, ExplorationBudget
+from phalanx.spec.budget import PROBE_SHARE, ExplorationBudget
 from phalanx.spec.control import Committed, DraftPrefill, StepTime, share_out
 from phalanx.spec.cost import CostCurve, tokens_per_row
 from phalanx.spec.drafters import Draft
@@ -23,7 +23,7 @@ SMOOTHING = 1 / 8  # weight of the latest observation in an average
 ASSUMED_OUTPUT = 256.0  # output tokens assumed for a prompt's answer, at most
 MIN_RETURN = 2.0  # least gain, in times of its cost, for which a prompt is read: answers end early, and texts differ
 MIN_READ = 8  # tokens per read, at least: hardly slower than one, and fewer do not show the speed
-BACKOFF = 64  # most skipped steps; also steps until prompts that were not worth reading are considered again
+BACKOFF = 64  # most skipped steps
 
 
 class DraftChoice(NamedTuple):
@@ -50,7 +50,6 @@ class AdaptiveControl:
         self._tracker = AcceptanceTracker()
         self._begun: set[int] = set()
         self._rows = 0
-        self._steps = 0
         self._drafter_asked = False  # whether the drafter was asked in this step
         self._backoff = 0  # steps to skip after the last one
         self._is_reading = False  # whether prompts are read in this step
@@ -63,7 +62,7 @@ class AdaptiveControl:
         self._read_s = 0.0  # seconds per token read; 0: unknown
         self._reading_reserved = False  # the reserved part of the budget pays for the current reading
         self._not_worth_reading: set[int] = set()  # unread sequences that are not worth reading
-        self._refill_earned = 0.0  # refill since a draft was last compared, less the cost of reading since
+        self._compared_balance = self._budget.balance  # of the budget when a draft was last compared
         self._last_draft_right = False  # its first token was right, and the budget is not far overdrawn
 
     def request(
@@ -74,9 +73,9 @@ class AdaptiveControl:
             self._begun.add(key)
             self._costs.begin(1.0 / len(room))
             self._budget.begin(1.0 / len(room))
+        asked = self._plan_reading(room, unread) if unread else {}
         if overlapped and not self._cheap:
             return {}
-        asked = self._plan_reading(room, unread) if unread else {}
         self._is_reading = bool(asked)
         if not (self._may_probe or self._gave_up_overlap):
             return asked
@@ -95,27 +94,27 @@ class AdaptiveControl:
         return takes
 
     def can_overlap(self, keys: Collection[int]) -> bool:
-        # Until there is a base time of overlapped steps, overlap: it is what waiting is compared with.
+        # Overlap until there is a base time of overlapped steps, with which waiting is compared.
         known = len(keys) in self._overlapped_rows and self._costs.base(len(keys)) is not None
-        reads = not self._not_worth_reading.issuperset(keys) or (self._steps + 1) % BACKOFF == 0
+        reads = not self._not_worth_reading.issuperset(keys)
         not_charged_yet = self._overlap_loss * self._gave_up_overlap  # by this step
         paid = self._last_draft_right or self._budget.spendable > not_charged_yet
         self._will_give_up_overlap = known and paid and (self._worth_waiting(keys) if self._cheap else reads)
         return not self._will_give_up_overlap
 
     def observe(self, committed: Committed, verified: Mapping[int, int], time: StepTime | None) -> int:
-        self._steps += 1
-        self._refill_earned += self._budget.share
         compared = [self._tracker.observe(*row) for row in committed.items() if row[0] in self._tracker.pending]
         if compared:
-            self._last_draft_right, self._refill_earned = any(compared), 0.0
+            self._last_draft_right, self._compared_balance = any(compared), max(0.0, self._budget.balance)
         if time is None or not committed:
             return 0
         self._account(committed, verified, time)
         is_compared = bool(self._tracker.pending.keys() & committed.keys())
         busy = self._may_probe or self._gave_up_overlap or self._is_reading or is_compared
         owed = 0.0 if busy or self._costs.base(len(committed)) is None else 1e-9 - self._budget.spendable
-        self._backoff = min(BACKOFF, math.ceil(owed / max(self._budget.share, 1e-9)))
+        if self._not_worth_reading.issuperset(committed):
+            owed = math.inf  # asking again would spend the budget for reading
+        self._backoff = math.ceil(min(BACKOFF, owed / max(self._budget.share, 1e-9)))
         self._budget.balance += self._budget.share * self._backoff
         return self._backoff
 
@@ -136,8 +135,9 @@ class AdaptiveControl:
     def _fastest(self, chances: Mapping[int, Chances]) -> DraftChoice:
         """The choice with the most tokens per second. No drafts if the non-speculative step is fastest or not measured
         yet, or if the budget cannot pay for what the choice may lose: its cost, less the tokens that it gains for
-        certain. With a rich budget, unmeasured widths are assumed to be cheap: the cost of kernels that work on blocks
-        of tokens is a staircase."""
+        certain. Unmeasured widths are assumed to be cheap, since costs are often staircases (kernels work on blocks of
+        tokens, and each call of a draft model has a fixed cost), but the budget must cover what the measured slope
+        predicts."""
         best, most, rows = DraftChoice({}), self._budget.spendable + OVERDRAFT, self._rows
         if not chances or self._costs.base(rows) is None:
             return best
@@ -147,7 +147,7 @@ class AdaptiveControl:
         found = [(takes, gained, self._width(takes.values())) for takes, gained in self._candidates(chances)]
         widths = [width for _, _, width in found]
         prices = self._costs.ratios(rows, widths)
-        costs = self._costs.ratios(rows, widths, optimistic=most > GAINS_AT_RISK / 2)
+        costs = self._costs.ratios(rows, widths, optimistic=True)
         for (takes, gained, width), price, cost in zip(found, prices, costs, strict=True):
             speed = (1.0 + gained / rows) / cost
             at_risk = price - 1.0 - sum(min(k, sure[key]) for key, k in takes.items()) / rows
@@ -186,16 +186,17 @@ class AdaptiveControl:
         return (speed - 1.0) * cost > self._overlap_loss * (1.0 - max(likely for likely, _ in ahead.values()))
 
     def _plan_reading(self, room: Mapping[int, int], unread: Mapping[int, DraftPrefill]) -> dict[int, int]:
-        """Sequence -> prompt tokens for the draft model to read in this step, no longer than a non-speculative one: of
-        prompts that promise more than they cost, if the budget pays for the whole; else of one that the refill pays."""
+        """Sequence -> prompt tokens for the draft model to read, in the time of a non-speculative step at most: of
+        prompts that promise more than they cost, if the budget pays for all of them; else of one whose price the budget
+        has gained since drafts were last compared."""
         base = self._costs.base(max(1, len(room)))
-        if base is None or (self._not_worth_reading >= unread.keys() and self._steps % BACKOFF):
+        if base is None:
             return {}
         self._rows = len(room.keys() | unread.keys())
         able = {key: n for key, n in room.items() if n > 0} | {key: row.useful for key, row in unread.items()}
         speed, self._rows = self._fastest(self._expected(able)).speed, len(room)
         worth: dict[int, DraftPrefill] = {}
-        funds, earned = self._budget.balance, max(self._budget.spendable, self._refill_earned)
+        funds, earned = self._budget.balance, max(self._budget.spendable, self._budget.balance - self._compared_balance)
         for key, row in sorted(unread.items(), key=itemgetter(1)):
             price = row.tokens * self._read_s / base
             promised = (1.0 - 1.0 / speed) * min(row.useful + 1.0, ASSUMED_OUTPUT) / len(unread)
@@ -209,6 +210,7 @@ class AdaptiveControl:
     def _account(self, committed: Committed, verified: Mapping[int, int], time: StepTime) -> None:
         """Measure the step and charge it to the budget."""
         rows = self._rows = len(committed)
+        self._costs.elapse(time.skipped)
         width, base = self._width(verified.values()), self._costs.base(rows)
         if self._overlapped:
             self._overlapped_rows.add(rows)
@@ -216,19 +218,17 @@ class AdaptiveControl:
         if time.step_s is not None and (width > 1 or is_base):
             self._costs.observe(rows, width, time.step_s - (time.drafting_s if width == 1 else 0.0))
             base = self._costs.base(rows)
-        elif not self._gave_up_overlap:  # not overlapped for another's sake: of a grammar that forced tokens lately
-            self._costs.elapse()
+        elif not self._gave_up_overlap:  # a grammar that forced tokens lately prevented overlap
+            self._costs.elapse(1)
         gained = sum(map(len, committed.values())) / rows - 1.0
         self._last_step_paid = gained > self._overlap_loss
         self._budget.charge_step(1.0 if base is None else self._cost(rows, width, base, time), gained)
         self._budget.balance += self._budget.share * (time.skipped - self._backoff)
-        self._refill_earned += self._budget.share * time.skipped
         if time.tokens_read and base is not None:
             per_token = time.reading_s / time.tokens_read
             usual = min(per_token, 2 * self._read_s) if self._read_s else per_token
             self._read_s += (SMOOTHING if self._read_s else 1.0) * (usual - self._read_s)
             self._budget.charge_reading(usual * time.tokens_read / base, reserved=self._reading_reserved)
-            self._refill_earned -= usual * time.tokens_read / base
         self._last_draft_right = self._last_draft_right and self._budget.spendable > -OVERDRAFT / 2
         self._gave_up_overlap, self._will_give_up_overlap, self._overlapped = self._will_give_up_overlap, False, False
 

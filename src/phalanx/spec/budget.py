@@ -2,7 +2,6 @@
 
 Every second beyond a non-speculative step is charged, every extra token is credited, and a fixed share of the time
 refills the budget. A text on which no draft is ever right therefore loses its allowance and that share, no more.
-Does not know what the budget is spent on (`adaptive.py`).
 """
 
 from __future__ import annotations

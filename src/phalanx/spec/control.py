@@ -1,4 +1,4 @@
-"""The interface of a control: how many tokens to draft, and how many of them to verify. Measured seconds are handed in.
+"""The interface of a control: how many tokens to draft, and how many of them to verify.
 `adaptive.py` weighs costs against gains; `rules.py` has the fixed rules."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The measured cost of a step by number of rows and tokens per row. The seconds are handed in.
+"""The measured cost of a step by number of rows and tokens per row. The caller measures the seconds.
 
 Tokens per row are those that a step computes, in halves where rows are packed (`forwards.py`). A cost is kept as a
 ratio to a recent *non-speculative* step (one token per row) with the same number of rows: growing contexts and other
@@ -69,9 +69,9 @@ class CostCurve:
                 samples.values.clear()
             samples.add(seconds / max(self._base[rows].value, 1e-9), self._steps)
 
-    def elapse(self) -> None:
-        """A step that cannot be compared: what was measured grows older. Changes state."""
-        self._steps += 1
+    def elapse(self, steps: int) -> None:
+        """Steps that were not measured: older measurements expire. Changes state."""
+        self._steps += steps
 
     def base(self, rows: int) -> float | None:
         """Seconds of a non-speculative step; None if there are too few measurements or no recent ones."""

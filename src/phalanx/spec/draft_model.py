@@ -105,7 +105,7 @@ class DraftModel(Drafter):
 
     @property
     def _max_catch_up(self) -> int:
-        """Known tokens per row that a drafting forward may feed. Each has logits, of which only the last are used."""
+        """Known tokens per row that a drafting forward may feed. The forward computes logits for each."""
         return max(1, min(MAX_CATCH_UP, self._max_logits // max(1, len(self._slots))))
 
     def _draw(self, fed: Mapping[int, list[int]], drafts: Mapping[int, list[int]]) -> dict[int, int]:

@@ -36,7 +36,7 @@ class NgramDrafter(LookupDrafter):
 
 
 def _draft(text: IndexedText, chosen: Place, places: list[Place], n: int) -> Draft:
-    """What follows the chosen one of these places."""
+    """The tokens after the chosen place, with confidences by how many of the places agree."""
     (source, start), tokens = chosen, lookup.continuation(text, *chosen, n)
     agreed = sum(other.tokens[at] == tokens[0] for other, at in places) / len(places)
     context = lookup.common_suffix(text.tokens, source.tokens, start, COMPARED)

@@ -22,7 +22,7 @@ def parse(text: str) -> SpeculativeConfig:
         config: SpeculativeConfig = msgspec.json.decode(text, type=SpeculativeConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{FLAG}: {_named(str(error))}", remedy=EXAMPLE) from error
-    except (ValueError, RecursionError) as error:  # of msgspec, and of bytes that are no UTF-8
+    except (ValueError, RecursionError) as error:  # of msgspec, also for invalid UTF-8
         raise ConfigError(f"{FLAG} is not JSON: {text[:80]!r} ({error}).", remedy=EXAMPLE) from error
     _check_control(config)
     if isinstance(config, NgramSpeculation) and config.prompt_lookup_min > config.prompt_lookup_max:

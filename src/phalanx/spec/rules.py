@@ -39,8 +39,9 @@ class Always(Control):
     def request(
         self, room: Mapping[int, int], unread: Mapping[int, DraftPrefill], *, overlapped: bool
     ) -> dict[int, int]:
-        drafts = {key: min(n, self._most) for key, n in room.items() if n > 0 and not overlapped}
-        return share_out(unread, READ_AT_ONCE) | drafts
+        if overlapped:
+            return {}
+        return share_out(unread, READ_AT_ONCE) | {key: min(n, self._most) for key, n in room.items() if n > 0}
 
     def choose(self, drafts: Mapping[int, Draft]) -> dict[int, int]:
         return {key: len(draft.tokens) for key, draft in drafts.items()}

@@ -139,7 +139,7 @@ class Grammars:
         return bool(self._rows) and not self._rows.keys().isdisjoint(numbers)
 
     def masks(self, drafts: Mapping[int, Seq[int]]) -> Masks:
-        """What may follow, where a grammar says so. A mask behind an end of sequence, or behind a draft that the
+        """The tokens that grammars allow at each position. A mask behind an end of sequence, or behind a draft that the
         grammar forbids, means nothing; a row whose matcher failed may have no token at all.
 
         Args:

@@ -84,7 +84,7 @@ class Speculator:
             return {}
         crowded = len(draftable) > self._max_rows
         useful = {seq.number: 0 if crowded else n for seq, n in draftable.items()}
-        unread = {} if overlapped or not self.computes else self._unread(useful)
+        unread = self._unread(useful) if self.computes else {}
         room = {number: 0 if number in unread else n for number, n in useful.items()}
         asked = self._control.request(room, unread, overlapped=overlapped)
         self._read_prompts({number: n for number, n in asked.items() if number in unread})

@@ -57,6 +57,8 @@ class World:
     """(row, place) -> how many tokens drafted there would be right."""
     drafting_s: float = 0.0
     """Seconds of the drafter per token of the longest draft wanted."""
+    drafting_at_all_s: float = 0.0
+    """Seconds of every call of the drafter, besides."""
     overhead_s: float = 0.0
     """Seconds of the control in each step in which it is told anything."""
     noise: float = 0.0
@@ -110,7 +112,7 @@ class World:
             return self._skip()
         self.skip = 0
         room = {row: self.left(row) for row in range(rows)}
-        unread = {} if self.overlapped else {row: n for row, n in self.unread(rows).items() if room[row]}
+        unread = {row: n for row, n in self.unread(rows).items() if room[row]}
         useful = {row: 0 if row in unread else n for row, n in room.items()}
         overlapped = self.overlapped
         asked = self.control.request(
@@ -140,7 +142,7 @@ class World:
             self.places[row] = at + accepted + 1
             if row in wanted:
                 self.computed[row] += min(accepted, wanted[row] - 1)
-        drafting_s = self.drafting_s * max(wanted.values(), default=0)
+        drafting_s = self.drafting_s * max(wanted.values()) + self.drafting_at_all_s if wanted else 0.0
         late_s = self.late * self.curve(rows, 1) if self.overlap and not overlapped else 0.0
         tokens = rows + sum(chosen.values())
         step_s = self.curve(rows, computed(rows, tokens, width, pack_above=32) / rows if self.packs else width)

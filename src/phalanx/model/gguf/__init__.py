@@ -1,1 +1,1 @@
-"""GGUF files: read, and made a directory as mlx-lm has them. Runs without MLX."""
+"""Reads GGUF files and converts them to directories in mlx-lm's format. Runs without MLX."""

@@ -1,4 +1,4 @@
-"""The architectures that are taken over, as data: llama.cpp's tensors and keys beside those of mlx-lm's model files.
+"""The supported architectures as data: llama.cpp's tensors and keys beside those of mlx-lm's model files.
 
 Sources: llama.cpp's conversion/*.py and src/models/*.cpp, gguf-py's constants.py, mlx-lm's models/*.py.
 """

@@ -1,4 +1,4 @@
-"""What a GGUF file's metadata and tensors mean in mlx-lm's words: the tensors' names and sizes, and config.json.
+"""Translates a GGUF file's metadata and tensors to mlx-lm: the tensors' names and sizes, and config.json.
 
 `gguf_architectures.py` has what differs by architecture.
 """
@@ -266,7 +266,7 @@ def llama3_factors(factor: float, theta: float, pairs: int) -> Array:
 
 
 def _of_long(metadata: Metadata, factors: Mapping[str, Array]) -> dict[str, Any]:
-    """Phi 3's, whose queries and keys grow with the logarithm of what the context is extended by."""
+    """Phi 3's, whose queries and keys grow with the logarithm of the context's extension."""
     pairs = metadata.count("*.rope.dimension_count", head_size(metadata)) // 2
     if any(len(factors.get(name, ())) != pairs for name in (LONG, SHORT)):
         raise metadata.damaged(f"{LONG} and {SHORT} are not {pairs} numbers each")

@@ -117,7 +117,7 @@ def latent_value(metadata: Metadata) -> int:
 
 
 def deepseek(metadata: Metadata, config: Config) -> Config:
-    """What DeepSeek 2 and 3 share."""
+    """Fields that DeepSeek 2 and 3 share."""
     rotated = metadata.count("*.rope.dimension_count")
     own = {
         "num_key_value_heads": config["num_attention_heads"],

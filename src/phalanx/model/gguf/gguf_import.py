@@ -1,4 +1,4 @@
-"""Makes a directory as mlx-lm has them of a GGUF file, a few rows of a tensor in memory at a time."""
+"""Converts a GGUF file to a directory in mlx-lm's format, with a few rows of a tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class _Written(NamedTuple):
 
 
 class WeightsLayout(NamedTuple):
-    """What a file of weights is made of."""
+    """The tensors of a file of weights."""
 
     named: Sequence[Named]
     written: Sequence[_Written]  # in the same order, up to three of each

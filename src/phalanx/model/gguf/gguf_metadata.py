@@ -87,7 +87,7 @@ class Metadata:
         return self._values.get(whole)
 
     def refuse_the_rest(self) -> None:
-        """Call when the model's configuration has been read: whatever else changes what it computes would be lost.
+        """Check, once the configuration has been read, that no key was ignored that changes what the model computes.
 
         Raises:
             ModelUnsupported: the architecture has a key that nothing asked for and that is not known to be harmless.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class PreTokenizer(NamedTuple):
-    """A rule: each expression cuts the parts that those before it left; matches and what is between them are parts."""
+    """A rule: each expression cuts the parts that those before it left; matches and the text between them are parts."""
 
     cuts: tuple[str, ...]
     whole_words: bool = False

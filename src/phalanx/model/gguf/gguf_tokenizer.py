@@ -31,7 +31,7 @@ TURN_ENDS = frozenset((
 TURN_ENDS_OF_CONTROL = frozenset(("</s>", "<eos>"))
 """The same, if the file has them as control tokens: to Gemma, </s> is a piece of HTML."""
 GOES_ON = "<|end|>", ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
-"""What ends a message but not the answer where the vocabulary has one of these pairs (gpt-oss, Solar)."""
+"""The token that ends a message but not the answer if the vocabulary has one of these pairs (gpt-oss, Solar)."""
 KEEPS_BLANKS = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3, whose other special tokens swallow the blanks behind them
 
 
@@ -225,7 +225,7 @@ def _token(metadata: Metadata, role: str, names: list[str]) -> int:
 
 
 def _frame(metadata: Metadata, names: list[str], before: bool) -> processors.TemplateProcessing | None:
-    """What adds the tokens before and after a text; None if there are none."""
+    """The post-processor that adds tokens before and after a text; None without any."""
     after = metadata.get("tokenizer.ggml.add_eos_token", bool, False)
     added = [(role, _token(metadata, role, names)) for role, wanted in (("bos", before), ("eos", after)) if wanted]
     if not added:

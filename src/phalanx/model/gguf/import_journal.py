@@ -1,7 +1,7 @@
 """Keeps which tensors of an unfinished import are on the disk, so that it goes on after the last of them.
 
 A line of JSON per tensor, written once the tensor's bytes are. The first line stands for the layout and the version of
-phalanx: an import of another version starts anew. Does not know what tensors are made of.
+phalanx: an import of another version starts anew.
 """
 
 from __future__ import annotations

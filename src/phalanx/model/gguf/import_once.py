@@ -1,6 +1,6 @@
-"""Imports a GGUF model once: by its content, by one process at a time, whole or to be gone on with.
+"""Imports each GGUF model once, by its content and by one process at a time; an interrupted import can continue.
 
-What an import has so far lies in a folder of its own (`catalog/imports.py`), which becomes the model's directory.
+An unfinished import lies in a folder of its own (`catalog/imports.py`), which becomes the model's directory.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def import_once(
             errors of tensors that were quantised again.
 
     Raises:
-        ModelError: of `build`. What was made so far stays if more calls can finish it.
+        ModelError: of `build`. The unfinished import stays if another call can finish it.
         OSError: something cannot be read or written; the same holds.
     """
     directory = directory_for(stem, origin.sha256)
@@ -134,7 +134,7 @@ def check_files(files: Sequence[Path], sizes: Sequence[int] = ()) -> int:
 
 
 def preview(file: Path) -> LocalModel:
-    """What a file would be imported as.
+    """The model that an import of the file would make.
 
     Raises:
         ModelError: it cannot be imported; says why.
@@ -147,7 +147,7 @@ def preview(file: Path) -> LocalModel:
 
 @contextlib.contextmanager
 def explained(name: str) -> Iterator[None]:
-    """Make errors of the system those of a model of this name."""
+    """Turn system errors into errors that name the model."""
     try:
         yield
     except OSError as error:
@@ -155,12 +155,12 @@ def explained(name: str) -> Iterator[None]:
         raise ModelError(
             f"{name} could not be imported: {where}{error.strerror or error}.",
             remedy="Check the file and the room on the disk, or set XDG_CACHE_HOME to another directory; then import "
-            "it again. What is left of this import goes on.",
+            "it again. The import continues where it stopped.",
         ) from error
 
 
 def content_of(sha256: Sequence[str]) -> str:
-    """What stands for a model's content, by the digests of its files."""
+    """The digest of a model's content, from the digests of its files."""
     return sha256[0] if len(sha256) == 1 else hashlib.sha256("".join(sha256).encode()).hexdigest()
 
 

@@ -31,11 +31,11 @@ class LayerTrace:
     """How a model calls its layers."""
 
     places: tuple[ActivationArgument, ...]
-    """By layer: where its call has the array that layers hand on."""
+    """By layer: where its call has the hidden states."""
     caches: tuple[frozenset[int], ...]
     """By layer: the caches that it is called with, as positions in the model's cache list."""
     width: int
-    """Elements of the array that layers hand on, per token."""
+    """Elements of the hidden states, per token."""
     layer_of: Mapping[str, int]
     """The layer of each parameter that belongs to one."""
     read: Mapping[str, frozenset[str]]
@@ -70,13 +70,13 @@ def trace(model: Module, name: str) -> LayerTrace:
     except FOREIGN as error:
         raise cannot_be_cut(name, f"mlx-lm cannot run it on two tokens: {error!r}") from error
     places = _places(name, layers, watch.calls)
-    handed_on = watch.calls[1].arguments[places[1].argument]
-    if handed_on.ndim != 3 or not mx.issubdtype(handed_on.dtype, mx.floating):
-        raise cannot_be_cut(name, f"its layers hand on an array of shape {handed_on.shape} for one row of two tokens")
+    hidden = watch.calls[1].arguments[places[1].argument]
+    if hidden.ndim != 3 or not mx.issubdtype(hidden.dtype, mx.floating):
+        raise cannot_be_cut(name, f"its layers hand on an array of shape {hidden.shape} for one row of two tokens")
     return LayerTrace(
         places=places,
         caches=tuple(_caches_of(call, caches) for call in watch.calls),
-        width=handed_on.shape[-1],
+        width=hidden.shape[-1],
         layer_of=watch.layer_of,
         read={key: frozenset(ends) for key, ends in watch.read.items()},
     )

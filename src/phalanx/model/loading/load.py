@@ -281,7 +281,7 @@ class Prepared:
                     mx.eval(array)
                     module, _, field = entry.name.rpartition(".")
                     if module in bits and field in ("scales", "biases") and stored.dtype.size > array.dtype.size:
-                        largest = 2 ** bits[module] - 1 if field == "scales" else 1  # what it is multiplied by
+                        largest = 2 ** bits[module] - 1 if field == "scales" else 1  # the largest code
                         rounded[module] += largest * _rounding(stored, array)
                     del stored
                     mx.clear_cache()

@@ -1,7 +1,7 @@
 """Decides for every parameter of a rank where it comes from and in which form it is kept.
 
-The plan is in the order of the files, so that they are read from start to end. Does not know how files are read, nor
-which layers or rows a rank owns: `stage_cut.py` and `shard.py` say so.
+The plan is in the order of the files, so that they are read from start to end. `stage_cut.py` and `shard.py` decide
+which layers and rows a rank owns.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A fifth of mlx-lm's model files have a recipe of their own (`shard()`); this module describes the others, by model file
 and class. A block's input and output are whole on every rank, so a model may have some blocks that are split and some
-that are not (recurrent mixers are not). Does not know how a split is done (`shard.py`) or what is in a checkpoint.
+that are not (recurrent mixers are not). `shard.py` carries the split out.
 """
 
 from __future__ import annotations

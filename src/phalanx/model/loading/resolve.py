@@ -1,5 +1,4 @@
-"""Has the directory of a model by its name, whose meaning `catalog/local_models.py` knows: fetches what is not here.
-Reads no weights, but for those of a GGUF file, which it has made a directory.
+"""Resolves a model's name (`catalog/local_models.py`) to its directory: downloads a missing model, imports a GGUF file.
 
 The hub's client (`catalog/hub.py`) is imported for a hub id only: a model in a directory does not wait for it.
 """
@@ -37,7 +36,7 @@ def resolve(
 
     Raises:
         ModelNotFound: says whether the path, the repository, the access or the network is the problem.
-        ModelError: the disk is too small, or what came is not what the hub says.
+        ModelError: the disk is too small, or a downloaded file differs from what the hub announced.
         ConfigError: HF_ENDPOINT is not a URL.
         ModelUnsupported: the directory has something else than files, or a link that leads out of it.
     """
@@ -78,7 +77,7 @@ def _of_file(model: str, file: Path, report: Report) -> Path:
 
 
 def _check_gguf(model: str, file: Path) -> None:
-    """Refuse a file that is none by its first bytes and its name."""
+    """Refuse a file that neither its first bytes nor its name make a GGUF file."""
     with open_file(file) as stream:
         begins = stream.read(len(LFS))
     if begins == LFS:
@@ -90,7 +89,7 @@ def _check_gguf(model: str, file: Path) -> None:
 
 
 def preview(file: Path) -> LocalModel:
-    """What a GGUF file would be imported as.
+    """The model that an import of a GGUF file would make.
 
     Raises:
         ModelError: it cannot be imported, or is another file; says why.

@@ -54,10 +54,10 @@ class StubGroup:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What splitting did to the parameters, by name. A parameter in neither field is whole."""
+    """The effect of a split on the parameters, by name. A parameter in neither field is whole."""
 
     cuts: dict[str, Cut]
-    """Parameters of which this rank keeps some rows along one axis."""
+    """Parameters with only some rows on this rank, along one axis."""
     computed: frozenset[str]
     """Parameters that the recipe computes."""
 

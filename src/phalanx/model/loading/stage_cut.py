@@ -2,8 +2,8 @@
 
 A parameter outside the layers is kept where it is read: an embedding by the first stage, the head by the last, a tied
 embedding by both. Elsewhere it is NaN, without memory or reading, so that a model which brings an embedding to a later
-layer past the hidden fails the check at start. `layer_trace.py` knows how a model calls its layers, `model/stage.py`
-what is put in the place of the others.
+layer past the hidden fails the check at start. `layer_trace.py` finds how a model calls its layers; `model/stage.py`
+has the stand-ins for the other stages' layers.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ NAN_SCALE = 255
 
 @dataclass(frozen=True, slots=True)
 class LayerCosts:
-    """What the parts of a model take, for sharing its layers out: bytes of the whole model, split over no ranks."""
+    """Bytes of a model's parts before any split over ranks; decides how many layers each stage gets."""
 
     weights: tuple[int, ...]
     """Bytes of each layer's weights, as stored."""
     before: int
-    """Bytes of what only the first stage reads besides its layers (an embedding)."""
+    """Bytes that only the first stage reads besides its layers (an embedding)."""
     behind: int
-    """Bytes of what only the last stage reads (norm, head; a tied embedding counts here and in `before`)."""
+    """Bytes that only the last stage reads (norm, head; a tied embedding counts here and in `before`)."""
     everywhere: int
     """Bytes of other weights, which every stage reads."""
 

@@ -1,4 +1,4 @@
-"""What a model consists of where its layers are shared out among stages: bytes and costs of its parts.
+"""Bytes and costs of a model's parts, for sharing its layers out among stages.
 
 `python -m phalanx.model.loading.stage_parts DIRECTORY` prints it as JSON, from headers alone, for programs that do not
 import MLX; where the model cannot be cut, it says why on stderr.
@@ -18,7 +18,7 @@ from phalanx.model.loading.stage_cut import LayerCosts
 
 
 def parts_of(costs: LayerCosts) -> Parts:
-    """The parts of a model. A step's time goes with the bytes that it reads, of which an embedding's are few."""
+    """The parts of a model. A step's time grows with the bytes that it reads; it reads few of an embedding's."""
     return Parts(
         embedding=LayerCost(split=costs.before),
         layers=tuple(LayerCost(split=weights, cost=weights) for weights in costs.weights),

@@ -22,7 +22,7 @@ T = TypeVar("T")
 HEAD = re.compile(r"(^|\.)(lm_head|output|output_layer|embed_out|head)(\.|$)")
 """Modules that turn the last hidden state into logits."""
 NUMBERED = re.compile(r"\.\d+\.")
-"""Part of the name of what belongs to a layer; a layer's `output` is no head."""
+"""Part of the name of a layer's tensors; a layer's `output` is not a head."""
 PLACES = 16  # of a head that are compared; training moves nearly every row
 
 
@@ -46,7 +46,7 @@ def without_copied_head(model: Module, weights: dict[str, T], config: Mapping[st
 def difference(
     model: Module, config: Mapping[str, Any], headers: Mapping[str, TensorInfo], origins: Mapping[str, TensorInfo]
 ) -> str:
-    """A warning, if a tied model's files have a head that is no copy of its embedding, as far as samples show; or "".
+    """A warning if samples show that the head in a tied model's files differs from its embedding; else "".
 
     Args:
         config: as for `without_copied_head`.
@@ -64,7 +64,7 @@ def difference(
     others = [name for name in heads if not _is_copy(headers[name], embeddings)]
     used = "head" if has_head else "embedding"
     return (
-        f"the embedding is also the head (tie_word_embeddings), but the files' {some(others)} is no copy of it; "
+        f"the embedding is also the head (tie_word_embeddings), but the files' {some(others)} differs from it; "
         f"the {used} is used. If answers are bad, check config.json."
         if others
         else ""

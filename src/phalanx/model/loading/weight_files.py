@@ -1,4 +1,4 @@
-"""Chooses the files that are a model's weights, and says what a directory without them is.
+"""Chooses the files with a model's weights; for a directory without them, the error says what it holds instead.
 
 Downloads, conversions and merges leave directories with an index of another split, shards of an unfinished download,
 and files that belong to something else. Where there is an index, it decides. Reads no tensors.
@@ -20,7 +20,7 @@ PATTERN = "model*.safetensors"
 """Files that mlx-lm loads."""
 SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)(.*)")
 UNFINISHED = ("*.incomplete", ".cache/huggingface/download/*.incomplete", "*.part", "*.crdownload", "*.aria2")
-"""What the hub's client, browsers and download managers leave of a download that did not end."""
+"""Files that the hub's client, browsers and download managers leave behind after an interrupted download."""
 REDOWNLOAD = "Download or copy the file again."
 RESUME = "The download is not complete: start it again."
 
@@ -46,7 +46,7 @@ def weight_files(path: Path) -> tuple[list[Path], str]:
 
 
 class _Index(Struct, frozen=True):
-    """What is used of the index."""
+    """The fields of the index that phalanx reads."""
 
     weight_map: dict[str, str]
 
@@ -62,7 +62,7 @@ def _names_of_index(file: Path) -> set[str]:
 
 
 def _shards(present: Iterable[str]) -> Iterator[str]:
-    """The names of all shards of which there is one: `model-00001-of-00002.safetensors` tells of another."""
+    """The names of all shards that the present ones imply: `model-00001-of-00002.safetensors` implies a second."""
     for name in present:
         if (found := SHARD.fullmatch(name)) is not None:
             start, number, total, end = found.groups()

@@ -67,7 +67,7 @@ class TokenCounts:
 
 
 class TokenBiases:
-    """What is added to single logits of a row, as arrays that are made once and not in every step.
+    """A row's additions to single logits, as arrays that are made once and not in every step.
 
     Args:
         bias: token id -> what is added to its logit.

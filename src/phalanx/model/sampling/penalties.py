@@ -61,7 +61,7 @@ def _penalise(x: mx.array, positions: Sequence[SamplingMetadata]) -> mx.array:
 
 
 def _mask(x: mx.array, positions: Sequence[SamplingMetadata]) -> mx.array:
-    """-inf for what grammars do not allow. Rows without one are not touched."""
+    """Set tokens that grammars forbid to -inf. Rows without a grammar stay as they are."""
     masks = {row: position.allowed for row, position in enumerate(positions) if position.allowed is not None}
     if not masks:
         return x

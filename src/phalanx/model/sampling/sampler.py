@@ -55,7 +55,7 @@ class Sampled:
     tokens: list[int]
     logprobs: list[TokenLogprobs | None]
     nothing_left: frozenset[int] = frozenset()
-    """Positions whose adjusted logits are nothing but -inf: their tokens mean nothing."""
+    """Positions whose adjusted logits are all -inf: their tokens mean nothing."""
 
 
 def sample(
