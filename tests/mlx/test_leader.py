@@ -115,6 +115,22 @@ def test_the_prefill_budget_learns_of_rows_that_a_chunk_delays(engine, monkeypat
     assert told == [(2, False), (0, True), (16, True), (8, True), (0, True)]
 
 
+def test_the_prefill_budget_does_not_learn_of_waits_while_chunks_follow_each_other(engine, monkeypatch):
+    """A wait of 1,000 s, which no step of the test has: without it, what remains of a chunk's time is negative."""
+    told: list[float] = []
+    staged, begin = engine.leader._staged, engine.leader._staged.begin
+
+    def waited(step):
+        begin(step)
+        staged.waited_s = 1000.0
+
+    monkeypatch.setattr(staged, "begin", waited)
+    monkeypatch.setattr(engine.scheduler.prefill_budget, "observe", lambda tokens, prefill_s, _: told.append(prefill_s))
+    submit(engine, "one", list(range(10, 35)), 4)
+    steps(engine, 2)
+    assert told[0] < 0 < told[1]  # the second step also samples: it is alone in flight, and its rows do wait
+
+
 def test_tokens_do_not_wait_for_rows_that_are_moved(engine):
     submit(engine, "one", [5, 6, 7], 6)
     submit(engine, "two", [8, 9, 10], 40)

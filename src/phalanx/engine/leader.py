@@ -257,7 +257,9 @@ class Leader:
         decode_s = self._timer.phases_s["model"] - execution.prefill_s
         self._deadline.observe(execution.prefill_tokens, execution.prefill_s, decode_s, step.width)
         delayed_s = decode_s if step.has_older_rows else 0.0
-        self.scheduler.prefill_budget.observe(execution.prefill_tokens, execution.prefill_s, delayed_s)
+        # Chunks that follow each other: while this stage waited, the one before computed the next chunk.
+        waited_s = self._staged.waited_s if step.is_chunk else 0.0
+        self.scheduler.prefill_budget.observe(execution.prefill_tokens, execution.prefill_s - waited_s, delayed_s)
         if self._speculator is not None:
             comparable_s = None if self.runner.captured_graph else seconds
             self._speculator.observe(step, verified.tokens, commits, comparable_s, self._timer.phases_s["draft"])

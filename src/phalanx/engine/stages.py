@@ -7,6 +7,7 @@ Every rank of a stage gets the whole input of its stage and has its whole output
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
@@ -89,7 +90,8 @@ class StagedRunner:
         self._dtype = activations
         self._step = 0
         self._forwards = 0  # of this step, so far
-        self._announced = 0  # of this step
+        self.waited_s = 0.0
+        """Of this step, for its inputs: the stage before was computing them, or the link was carrying them."""
 
     def expect(self, step: Step, limit_s: float) -> None:
         """Receive this step's inputs from now on, as they come; one that is late is an error."""
@@ -97,7 +99,7 @@ class StagedRunner:
 
     def begin(self, step: int) -> None:
         """See `Runner.begin`."""
-        self._step, self._forwards = step, 0
+        self._step, self._forwards, self.waited_s = step, 0, 0.0
         self.runner.begin(step)
 
     def apply(self, ops: Sequence[RowOp]) -> None:
@@ -139,7 +141,10 @@ class StagedRunner:
         if self._receiver is None:
             return None
         shape = self._frame(0, 0, forward).shape
-        return from_bytes(self._receiver.take(), self._dtype, shape).astype(self.runner.dtype)
+        began = time.perf_counter()
+        data = self._receiver.take()
+        self.waited_s += time.perf_counter() - began
+        return from_bytes(data, self._dtype, shape).astype(self.runner.dtype)
 
     def _hand_on(self, frame: Frame, output: mx.array) -> None:
         if self._senders:
