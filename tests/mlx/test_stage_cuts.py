@@ -268,6 +268,22 @@ def test_costs_are_the_whole_models(tmp_path: Path) -> None:
     assert tied.behind == tied.before + 64 * 4  # the norm
 
 
+def test_arithmetic_is_that_of_the_elements_however_many_bits_they_have(tmp_path: Path) -> None:
+    found: list[LayerCosts] = []
+
+    def choose(costs: LayerCosts) -> tuple[int, int]:
+        found.append(costs)
+        return 0, 1
+
+    prepared(make_model("qwen3", tmp_path / "a"), choose)
+    for bits in (4, 8):
+        prepared(make_model("qwen3", tmp_path / str(bits), quantize={"group_size": 32, "bits": bits}), choose)
+    whole, *quantised = found
+    assert whole.elements == tuple(n // 4 for n in whole.weights) and min(whole.elements) > 0
+    assert [costs.elements for costs in quantised] == [whole.elements] * 2
+    assert quantised[0].weights < quantised[1].weights < whole.weights
+
+
 # -- refusals ------------------------------------------------------------------------------------------------------
 
 

@@ -18,10 +18,17 @@ from phalanx.model.loading.stage_cut import LayerCosts
 
 
 def parts_of(costs: LayerCosts) -> Parts:
-    """The parts of a model. A step's time goes with the bytes that it reads, of which an embedding's are few."""
+    """The parts of a model.
+
+    A token's time goes with the bytes that are read for it, of which an embedding's are few; a chunk's with its
+    arithmetic, which the head has no part in.
+    """
     return Parts(
         embedding=LayerCost(split=costs.before),
-        layers=tuple(LayerCost(split=weights, cost=weights) for weights in costs.weights),
+        layers=tuple(
+            LayerCost(split=weights, cost=weights, chunk_cost=elements)
+            for weights, elements in zip(costs.weights, costs.elements, strict=True)
+        ),
         head=LayerCost(split=costs.behind, cost=costs.behind),
         everywhere=LayerCost(split=0, whole=costs.everywhere),
     )
