@@ -58,8 +58,8 @@ class Leader:
 
     Args:
         staged: the runner, with its connections to other stages.
-        plans_ahead: plans that may follow a plan of chunks alone before it is executed: as many as there are further
-            stages, so that each stage computes a chunk.
+        plans_ahead: plans that may follow a plan of chunks alone before it is executed. As many as there are stages:
+            each computes a chunk, and the first one finds its next plan at once.
     """
 
     def __init__(

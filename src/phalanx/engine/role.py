@@ -66,12 +66,13 @@ def build_role(
     )
     log.info("serving")  # the last line before `Ready`: the supervisor waits for it (`supervision/rank_log.py`)
     server_socket.send(Ready(info=info, pid=os.getpid()))
+    stages = member.topology.n_stages
     return Leader(
         scheduler,
         staged,
         server_socket,
         link=member.link,
-        plans_ahead=member.topology.n_stages - 1,
+        plans_ahead=stages if stages > 1 else 0,
         deadline=deadline,
         trace=Trace(config.trace) if config.trace else None,
         injection=member.injection,
