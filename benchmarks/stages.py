@@ -1,10 +1,9 @@
-"""How much faster a long prompt is computed when its chunks follow each other through two stages.
+"""How much faster two stages read a prompt than one process does, with one thread each and default settings.
 
-The baseline is the same pipeline with the whole prompt in one chunk: then one stage waits for the other. A single rank
-shows what the size of a chunk changes by itself. Requests take turns; a stage's busy share is the processor time of its
-rank over the wall time, with one thread each.
+A prompt's chunks follow each other through the stages, so two of them can take half the time where each has a processor
+and memory of its own. Requests take turns; a rank's busy share is its processor time over the wall time.
 
-    python benchmarks/stages.py path/to/model --tokens 4000 --chunk 512 --runs 5
+    python benchmarks/stages.py path/to/model --tokens 512 2000 6000 --runs 10
 
 Ends in one JSON line.
 """
@@ -22,38 +21,32 @@ import httpx
 import psutil
 from servers import MODEL_NAME, phalanx
 
-WARM_UP = 1  # request of each server that is not counted
+WARM_UP = 700  # tokens of a request of each server that is not counted
 
 
 def main() -> None:
     options = _options()
-    whole = options.tokens + 64
-    stages = ("--pp", "2", *(("--pp-split", options.pp_split) if options.pp_split else ()))
-    settings = {
-        "stages, chunks": (*stages, "--max-num-batched-tokens", str(options.chunk)),
-        "stages, whole": (*stages, "--max-num-batched-tokens", str(whole)),
-        "one rank, chunks": ("--max-num-batched-tokens", str(options.chunk)),
-        "one rank, whole": ("--max-num-batched-tokens", str(whole)),
-    }
-    common = ("--threads", "1", "--prefix-cache-gb", "0", "--max-num-seqs", "1", "--target-step-ms", "10000")
-    seconds: dict[str, list[float]] = {name: [] for name in settings}
-    shares: dict[str, list[list[float]]] = {name: [] for name in settings}
+    split = ("--pp-split", options.pp_split) if options.pp_split else ()
+    settings: dict[str, tuple[str, ...]] = {"one process": (), "two stages": ("--pp", "2", *split)}
+    common = ("--threads", "1", "--prefix-cache-gb", "0", "--max-num-seqs", "1")
+    ratios = {}
     with ExitStack() as servers:
         urls = {name: servers.enter_context(phalanx(options.model, *common, *own)) for name, own in settings.items()}
-        for run in range(WARM_UP + options.runs):
-            for name, url in urls.items():
-                took, busy = first_token(url, [3 + (run * 7 + i * 31) % 1000 for i in range(options.tokens)])
-                if run >= WARM_UP:
-                    seconds[name].append(took)
-                    shares[name].append(busy)
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    for name, values in seconds.items():
-        busy = [round(statistics.mean(each), 2) for each in zip(*shares[name], strict=True)]
-        print(f"{name}: {' '.join(f'{value:.2f}' for value in values)} s, median {medians[name]:.2f} s, busy {busy}")
-    ratio = medians["stages, whole"] / medians["stages, chunks"]
-    alone = medians["one rank, whole"] / medians["one rank, chunks"]
-    print(json.dumps({"benchmark": "stages", "tokens": options.tokens, "chunk": options.chunk,
-                      "ratio": round(ratio, 2), "of_chunks_alone": round(alone, 2)}))  # fmt: skip
+        for url in urls.values():
+            first_token(url, _prompt(0, WARM_UP))
+        for tokens in options.tokens:
+            turns = [
+                {name: first_token(url, _prompt(run, tokens)) for name, url in urls.items()}
+                for run in range(options.runs)
+            ]
+            medians = {name: statistics.median(turn[name][0] for turn in turns) for name in urls}
+            ratios[tokens] = round(medians["one process"] / medians["two stages"], 2)
+            for name, median in medians.items():
+                busy = [
+                    round(statistics.mean(each), 2) for each in zip(*(turn[name][1] for turn in turns), strict=True)
+                ]
+                print(f"{tokens} tokens, {name}: median {median:.2f} s, {tokens / median:.0f} tokens/s, busy {busy}")
+    print(json.dumps({"benchmark": "stages", "ratios": ratios}))
 
 
 def first_token(base_url: str, prompt: list[int]) -> tuple[float, list[float]]:
@@ -68,6 +61,10 @@ def first_token(base_url: str, prompt: list[int]) -> tuple[float, list[float]]:
     return took, [(_busy_s(p) - b) / took for p, b in zip(processes, before, strict=True)]
 
 
+def _prompt(run: int, tokens: int) -> list[int]:
+    return [3 + (run * 7 + i * 31) % 1000 for i in range(tokens)]
+
+
 def _busy_s(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
@@ -76,10 +73,9 @@ def _busy_s(process: psutil.Process) -> float:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="of two layers at least")
-    parser.add_argument("--tokens", type=int, default=4000, help="of the prompt")
-    parser.add_argument("--chunk", type=int, default=512, help="tokens of a chunk")
-    parser.add_argument("--pp-split", help="as of `phalanx serve`: the default counts what decoding reads")
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 2000, 6000], help="of the prompts")
+    parser.add_argument("--pp-split", help="as of `phalanx serve`")
+    parser.add_argument("--runs", type=int, default=10, help="turns of both servers for each length")
     return parser.parse_args()
 
 

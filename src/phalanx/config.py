@@ -82,7 +82,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096), Flag("Engine")] = 16
     """Rows computed together, at most."""
     max_num_batched_tokens: Annotated[
-        Count | None, Flag("Engine", default="512 on a CPU, 2,048 on a GPU; at least one for each row")
+        Count | None, Flag("Engine", default="512 on a CPU (128 with stages), 2,048 on a GPU; at least one a row")
     ] = None
     """Tokens of one step, at most: of prefill chunks and decoding rows together."""
     target_step_ms: Annotated[float, Meta(ge=1.0), Flag("Engine")] = 250.0

@@ -10,8 +10,21 @@ import pytest
 from support.models import make_model
 from support.speculation import Engine, Post, load, random_prompts
 
+from phalanx.engine.link import SingleRank
+from phalanx.sched.plan import Order, Step
 from phalanx.spec.drafters import RandomDrafter
-from phalanx.types import Batch, Finished, Ping, Pong, Sampling, SequenceRequest, StopRule, Submit, Tokens
+from phalanx.types import (
+    Batch,
+    Finished,
+    Ping,
+    Pong,
+    RankStats,
+    Sampling,
+    SequenceRequest,
+    StopRule,
+    Submit,
+    Tokens,
+)
 
 
 class Journal(Post):
@@ -102,6 +115,22 @@ def test_the_prefill_budget_learns_of_rows_that_a_chunk_delays(engine, monkeypat
     assert told == [(2, False), (0, True), (16, True), (8, True), (0, True)]
 
 
+def test_the_prefill_budget_does_not_learn_of_waits_while_chunks_follow_each_other(engine, monkeypatch):
+    """A wait of 1,000 s, which no step of the test has: without it, what remains of a chunk's time is negative."""
+    told: list[float] = []
+    staged, begin = engine.leader._staged, engine.leader._staged.begin
+
+    def waited(step):
+        begin(step)
+        staged.waited_s = 1000.0
+
+    monkeypatch.setattr(staged, "begin", waited)
+    monkeypatch.setattr(engine.scheduler.prefill_budget, "observe", lambda tokens, prefill_s, _: told.append(prefill_s))
+    submit(engine, "one", list(range(10, 35)), 4)
+    steps(engine, 2)
+    assert told[0] < 0 < told[1]  # the second step also samples: it is alone in flight, and its rows do wait
+
+
 def test_tokens_do_not_wait_for_rows_that_are_moved(engine):
     submit(engine, "one", [5, 6, 7], 6)
     submit(engine, "two", [8, 9, 10], 40)
@@ -149,3 +178,76 @@ def test_an_answered_ping_says_that_all_before_it_was_said(engine):
     engine.step()
     engine.leader.answer_pings()
     assert engine.post.lines[-2:] == ["1 sent", "pong"]
+
+
+class OneWorker(SingleRank):
+    """The leader's link to a worker: what was sent to it, and reports that come when the test says so."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[int | str] = []
+        self.report: RankStats | None = None
+        self.waited = False
+
+    def send(self, order: Order) -> None:
+        if isinstance(order.plan, Step):
+            self.sent.append(order.plan.id)
+
+    def request_reports(self) -> None:
+        self.sent.append("report")
+
+    def take_reports(self, *, wait: bool) -> list[RankStats] | None:
+        self.waited = wait
+        report, self.report = self.report, None
+        return None if report is None else [report]
+
+
+def worker_at(step: int) -> RankStats:
+    return RankStats(
+        rank=1, stage=0, layers=None, host="b", pid=2, steps=step, matches=step, reductions=0, active_bytes=0,
+        peak_bytes=0, rss_bytes=0,
+    )  # fmt: skip
+
+
+def test_a_ping_does_not_drain_the_pipeline(loaded):
+    """The report goes behind the plans in flight, and further plans follow it before it is answered."""
+    worker, post = OneWorker(), Journal()
+    engine = Engine(*loaded, batched=16, post=post, link=worker, plans_ahead=2)
+    pongs = []
+    submit(engine, "one", list(range(5, 205)), 2)
+
+    def turn() -> None:
+        engine.step()
+        engine.leader.answer_pings()
+        pongs.append(post.lines.count("pong"))
+
+    turn()
+    engine.take(Ping(1))
+    turn()
+    engine.take(Ping(2))
+    turn()
+    assert worker.sent == [1, 2, 3, 4, "report", 5]
+    assert not worker.waited and pongs == [0, 0, 0]
+    worker.report = worker_at(4)
+    turn()
+    assert worker.sent == [1, 2, 3, 4, "report", 5, 6] and pongs[-1] == 1
+    turn()
+    assert worker.sent == [1, 2, 3, 4, "report", 5, 6, 7, "report"] and pongs[-1] == 1
+
+
+def test_a_ping_while_ranks_report_has_the_next_report_and_an_idle_leader_waits_for_it(loaded):
+    worker, post = OneWorker(), Journal()
+    engine = Engine(*loaded, batched=16, post=post, link=worker, plans_ahead=1)
+    engine.take(Ping(1))
+    engine.leader.answer_pings()
+    engine.take(Ping(2))
+    worker.report = worker_at(0)
+    engine.leader.answer_pings()
+    assert worker.sent == ["report"] and worker.waited and post.lines == ["pong"]
+    engine.leader.answer_pings()
+    assert worker.sent == ["report", "report"]
+    worker.report = worker_at(0)
+    engine.leader.answer_pings()
+    assert post.lines == ["pong", "pong"]

@@ -20,7 +20,7 @@ from phalanx.model.in_flight import InFlight
 from phalanx.model.overlap import Overlap, overlap_of
 from phalanx.model.runner import Runner
 from phalanx.model.sampling.sampler import SamplingMetadata, TokenCounts, sample
-from phalanx.sched.plan import Forward
+from phalanx.sched.plan import Forward, Step
 from phalanx.spec.rules import Always
 from phalanx.types import Sampling, SequenceRequest, StopRule, Submit
 
@@ -245,7 +245,7 @@ def submit(engine: Engine, n: int) -> None:
 def test_sums_are_judged_once_a_forward_and_the_tokens_are_the_same(tmp_path, monkeypatch):
     path, echo = make_model("llama", tmp_path / "llama"), Echo(monkeypatch)
     found = []
-    for overlap in (Overlap.NONE, Overlap.BUILD):
+    for overlap in Overlap:
         reducer = echo.reducer()
         engine = summing_engine(path, overlap, reducer)
         submit(engine, 20)
@@ -253,15 +253,26 @@ def test_sums_are_judged_once_a_forward_and_the_tokens_are_the_same(tmp_path, mo
             engine.step()
         found.append((engine.post.answers["a"].tokens, reducer.tally.forwards, reducer.tally.reductions))
         assert not engine._runner.has_in_flight
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
     assert len(found[0][0]) == 20 and found[0][1] >= 21
 
 
+def test_a_leader_that_replays_graphs_waits_once_for_sums_and_tokens(tmp_path, monkeypatch):
+    path, echo = make_model("llama", tmp_path / "llama"), Echo(monkeypatch)
+    waits = {}
+    for overlap in Overlap:
+        engine = summing_engine(path, overlap, echo.reducer())
+        decoded = Forward(0, 0, (0,), ((5,),), (1,), sample=True)
+        waits[overlap] = engine._runner.blocks(Step(2, (), (), (decoded,), 0))
+    assert waits == {Overlap.NONE: True, Overlap.REPLAY: False, Overlap.BUILD: False}
+
+
+@pytest.mark.parametrize("overlap", [Overlap.REPLAY, Overlap.BUILD])
 @pytest.mark.parametrize("value", [1.0, float("nan")])
-def test_a_wrong_sum_that_is_found_late_stops_before_the_token_leaves(tmp_path, monkeypatch, value):
+def test_a_wrong_sum_that_is_found_late_stops_before_the_token_leaves(tmp_path, monkeypatch, value, overlap):
     """Named as a wrong sum also where it makes numbers that cannot be sampled."""
     path, echo = make_model("llama", tmp_path / "llama"), Echo(monkeypatch)
-    engine = summing_engine(path, Overlap.BUILD, echo.reducer(Spoil(6, value)))
+    engine = summing_engine(path, overlap, echo.reducer(Spoil(6, value)))
     submit(engine, 20)
     with pytest.raises(CollectiveFault, match="step 6: the sum over ranks is wrong at layer 1") as raised:
         for _ in range(20):

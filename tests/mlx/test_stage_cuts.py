@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -23,6 +24,8 @@ from support.models import make_model
 from support.splitting import UNBUILDABLE, Ranks
 from support.stages import drive_cut, even, load_part, runner_of, staged_runner
 
+from phalanx.dist.stage_link import Ends
+from phalanx.engine.stages import StagedRunner, from_bytes
 from phalanx.errors import ConfigError, EngineError, ModelUnsupported
 from phalanx.model import registry
 from phalanx.model.loading.layer_trace import trace
@@ -268,6 +271,22 @@ def test_costs_are_the_whole_models(tmp_path: Path) -> None:
     assert tied.behind == tied.before + 64 * 4  # the norm
 
 
+def test_arithmetic_is_that_of_the_elements_however_many_bits_they_have(tmp_path: Path) -> None:
+    found: list[LayerCosts] = []
+
+    def choose(costs: LayerCosts) -> tuple[int, int]:
+        found.append(costs)
+        return 0, 1
+
+    prepared(make_model("qwen3", tmp_path / "a"), choose)
+    for bits in (4, 8):
+        prepared(make_model("qwen3", tmp_path / str(bits), quantize={"group_size": 32, "bits": bits}), choose)
+    whole, *quantised = found
+    assert whole.elements == tuple(n // 4 for n in whole.weights) and min(whole.elements) > 0
+    assert [costs.elements for costs in quantised] == [whole.elements] * 2
+    assert quantised[0].weights < quantised[1].weights < whole.weights
+
+
 # -- refusals ------------------------------------------------------------------------------------------------------
 
 
@@ -341,6 +360,37 @@ def test_every_stage_before_the_last_hands_on_whether_tokens_are_drawn_or_not(tm
     assert drawn is not None
     assert not runner.may_dispatch_next([decode])
     assert not np.isnan(np.array(drawn)).any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_what_is_sent_is_computed_in_the_stages_own_evaluation(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And arrives as it was sent."""
+    plain, runner = staged_llama(tmp_path, 0, 2), staged_llama(tmp_path, 0, 2)
+    sent: list[bytes] = []
+    sender = cast(Any, SimpleNamespace(send=lambda frame, data: sent.append(data)))
+    staged = StagedRunner(runner, 0, Ends(None, (sender,)), dtype)
+    outgoing, evaluate = runner.outgoing, mx.eval
+    made: list[mx.array] = []
+    evaluated: list[int] = []
+
+    def noted(hidden: mx.array) -> mx.array:
+        made.append(outgoing(hidden))
+        return made[-1]
+
+    def watched(*arrays: Any) -> None:
+        evaluated.extend(id(array) for _, array in tree_flatten(arrays))
+        evaluate(*arrays)
+
+    expected = plain.forward(ONE, [0])
+    assert expected is not None
+    runner.outgoing = noted
+    monkeypatch.setattr(mx, "eval", watched)
+    assert staged.forward(ONE, [0]) is None
+    assert [id(array) in evaluated for array in made] == [True]
+    arrived = from_bytes(sent[0], dtype, tuple(expected.shape))
+    assert arrived.dtype == getattr(mx, dtype) and mx.array_equal(arrived, expected.astype(arrived.dtype))
 
 
 def test_the_last_stage_draws_tokens_and_does_not_run_ahead(tmp_path: Path) -> None:

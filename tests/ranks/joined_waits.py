@@ -1,7 +1,8 @@
 """One rank of a group that decodes as the engine does, with and without joined waits; prints rank 0's tokens as JSON.
 
 `mpirun -np N python tests/ranks/joined_waits.py MODEL FAULT_STEP`: rank 0 samples, the others execute. It decodes
-without joined waits, with them, and with them while at FAULT_STEP the last rank's backend delivers garbage.
+without joined waits, with both kinds of them, and with these while at FAULT_STEP the last rank's backend delivers
+garbage.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def main() -> None:
     rank, size = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
     model, fault_step = Path(sys.argv[1]), int(sys.argv[2])
     group = join("mpi", rank, size, 6, where="", deadline_s=60)
-    plays = [(Overlap.NONE, 0), (Overlap.BUILD, 0), (Overlap.BUILD, fault_step)]
+    plays = [(Overlap.NONE, 0), (Overlap.BUILD, 0), (Overlap.REPLAY, 0)]
+    plays += [(Overlap.BUILD, fault_step), (Overlap.REPLAY, fault_step)]
     said = [play(model, group, rank, size, overlap, step) for overlap, step in plays]
     if rank == 0:
         print(json.dumps(said))

@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).with_name("joined_waits.py")
 
 
 def decode(model: Path, ranks: int, fault_step: int) -> list[dict[str, Any]]:
-    """What rank 0 saw without joined waits, with them, and with them and a fault."""
+    """What rank 0 saw without joined waits, with two kinds of them, and with these and a fault."""
     command = mpirun_command(ranks, "auto", [sys.executable, str(SCRIPT), str(model), str(fault_step)])
     environment = {**os.environ, **environment_of("mpi", None, None)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
@@ -29,8 +29,9 @@ def decode(model: Path, ranks: int, fault_step: int) -> list[dict[str, Any]]:
 
 @pytest.mark.skipif(find_mpi() is None, reason="needs the mpi extra")
 def test_the_tokens_are_the_same_and_a_wrong_sum_stops_in_time(tmp_path):
-    waited, joined, spoiled = decode(make_model("llama", tmp_path / "llama"), 2, fault_step=9)
-    assert joined == waited
-    assert len(joined["tokens"]) == 24 and joined["forwards"] == 25 and not joined["said"]
-    assert spoiled["tokens"] == joined["tokens"][:8]
-    assert "step 9: the sum over ranks is wrong" in spoiled["said"] and "on rank 1." in spoiled["said"]
+    waited, *joined, built, replayed = decode(make_model("llama", tmp_path / "llama"), 2, fault_step=9)
+    assert joined == [waited] * 2
+    assert len(waited["tokens"]) == 24 and waited["forwards"] == 25 and not waited["said"]
+    for spoiled in (built, replayed):
+        assert spoiled["tokens"] == waited["tokens"][:8]
+        assert "step 9: the sum over ranks is wrong" in spoiled["said"] and "on rank 1." in spoiled["said"]

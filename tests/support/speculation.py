@@ -96,6 +96,7 @@ class Engine:
 
     Args:
         decode_share: above 0, when a prompt is read depends on how long steps take.
+        link: to other ranks; none if None.
     """
 
     def __init__(
@@ -109,6 +110,8 @@ class Engine:
         decode_share: float = 0.0,
         post: Post | None = None,
         compiler: GrammarCompiler | None = None,
+        link: Any = None,
+        plans_ahead: int = 0,
     ) -> None:
         limits = KvLimits(
             max_num_seqs=rows, max_model_len=1024, kv_budget=budget, bytes_per_token=runner.facts.bytes_per_token
@@ -128,6 +131,8 @@ class Engine:
         self.meter = SpecMeter("test")
         self.grammars = Grammars(lambda: compiler or _no_tokenizer(), self.post.wake)
         self._runner = runner
+        self._link = link or SingleRank()
+        self._plans_ahead = plans_ahead
         self.leader = self._lead(None)
 
     def speculate(self, drafter: Drafter, k: int, control: Control | None = None) -> Engine:
@@ -143,8 +148,8 @@ class Engine:
     def _lead(self, speculator: Speculator | None) -> Leader:
         alone = StagedRunner(self._runner, 0, Ends(None, ()), "float32")
         return Leader(
-            self.scheduler, alone, self.post, link=SingleRank(), deadline=StepDeadline(1e6),
-            metadata=self.metadata, speculator=speculator, grammars=self.grammars,
+            self.scheduler, alone, self.post, link=self._link, deadline=StepDeadline(1e6),
+            metadata=self.metadata, speculator=speculator, grammars=self.grammars, plans_ahead=self._plans_ahead,
         )  # fmt: skip
 
     def step(self) -> None:

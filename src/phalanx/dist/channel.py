@@ -111,6 +111,11 @@ class LeaderChannel(_Channel):
         for peer in self._watchdog.peers:
             self._watchdog.send(peer, data)
 
+    @property
+    def all_answered(self) -> bool:
+        """Whether `collect` would not wait: every worker's payload is here, or the group has failed."""
+        return not any(peer.inbox.empty() for peer in self._watchdog.peers)
+
     def collect(self, timeout_s: float | None) -> list[bytes]:
         """One payload from each worker, in rank order.
 

@@ -1,9 +1,9 @@
 """The connections between pipeline stages: each rank gets its stage's input and sends its output.
 
 Activations go straight from a rank to its receivers in the next stage (`topology.py`), over a connection of their own:
-on one machine a Unix socket, between machines TCP under TLS, where each end shows the certificate of its rank. Threads
-send and receive, so that the engine's own thread only hands over and takes. What a frame is and which one comes next is
-decided in `stage_frames.py`.
+on one machine a Unix socket, between machines TCP under TLS, where each end shows the certificate of its rank. A thread
+receives, and another one sends what the engine's own thread cannot send without waiting. What a frame is and which one
+comes next is decided in `stage_frames.py`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ RETRY_S = 0.1  # between attempts to connect, and between looks at whether a con
 CAUSE_S = 1.0  # that a broken connection is kept back: usually its rank has ended, and the watchdog knows why
 PIECE_BYTES = 1 << 18  # received at a time
 SENT_AHEAD = 64  # frames that may wait to be sent: those of one plan
+SENT_AT_ONCE = 1 << 16  # bytes of a frame that the engine's thread sends itself: waking another one takes longer
 
 Tamper = Callable[[int, list[Payload]], list[Payload]]
 """(step, pieces of a frame) -> what is sent instead: an injected fault. May raise ConnectionError."""
@@ -138,7 +139,7 @@ class StageReceiver:
 
 
 class StageSender:
-    """Sends frames to one receiver, in a thread of its own.
+    """Sends frames to one receiver: small ones at once, all others in a thread of its own.
 
     Args:
         name: of both ends, for errors.
@@ -149,7 +150,7 @@ class StageSender:
         self._socket = connected
         self._name = name
         self._tamper = tamper
-        self._waiting: queue.Queue[tuple[Frame, Payload]] = queue.Queue(SENT_AHEAD)
+        self._waiting: queue.Queue[tuple[Frame, Payload] | bytes] = queue.Queue(SENT_AHEAD)  # frames, or a frame's rest
         self._error: PhalanxError | None = None
         threading.Thread(target=self._run, name="stage sender", daemon=True).start()
 
@@ -159,28 +160,51 @@ class StageSender:
         Raises:
             FrameLost: the connection broke at an earlier one; names both ends.
         """
-        while self._error is None:
+        left: tuple[Frame, Payload] | bytes = (frame, payload)
+        if len(payload) <= SENT_AT_ONCE and not self._waiting.unfinished_tasks and self._tamper is None:
+            left = self._send_at_once(encode(frame, payload) + payload)
+        while left and self._error is None:
             with contextlib.suppress(queue.Full):
-                self._waiting.put((frame, payload), timeout=RETRY_S)
+                self._waiting.put(left, timeout=RETRY_S)
                 return
-        raise self._error
+        if self._error is not None:
+            raise self._error
 
     def close(self) -> None:
         """End the connection."""
         close(self._socket)
 
+    def _send_at_once(self, data: bytes) -> bytes:
+        """Send what the socket takes without waiting. Returns the rest, for the thread, which also meets its errors.
+
+        TLS takes all or nothing, and then has to be given the same bytes again.
+        """
+        try:
+            self._socket.settimeout(0.0)
+            sent = self._socket.send(data)
+            self._socket.settimeout(None)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._socket.settimeout(None)
+            return data
+        return data[sent:]
+
     def _run(self) -> None:
         while True:
-            frame, payload = self._waiting.get()
-            header = encode(frame, payload)
+            item = self._waiting.get()
             try:
-                pieces: list[Payload] = [header, payload]
-                for piece in pieces if self._tamper is None else self._tamper(frame.step, pieces):
+                for piece in [item] if isinstance(item, bytes) else self._pieces(*item):
                     self._socket.sendall(piece)
             except OSError as error:
                 self._error = FrameLost(f"{self._name}: the connection broke: {error.strerror or error}.")
                 self.close()
                 return
+            self._waiting.task_done()
+
+    def _pieces(self, frame: Frame, payload: Payload) -> list[Payload]:
+        """What is sent for a frame."""
+        pieces: list[Payload] = [encode(frame, payload), payload]
+        return pieces if self._tamper is None else self._tamper(frame.step, pieces)
 
 
 # Connecting ------------------------------------------------------------------------------------------------------

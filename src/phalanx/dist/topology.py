@@ -7,7 +7,8 @@ neighbouring stages are on neighbouring hosts. No other file knows this order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -98,7 +99,9 @@ class LayerCost(Struct, frozen=True):
     whole: int = 0
     """Bytes that each rank of the stage has."""
     cost: float = 0.0
-    """Time that it takes on one machine of speed 1, in any unit: the bytes that a step reads, for instance."""
+    """Time that a token takes on one machine of speed 1, in any unit: the bytes that are read for it, for instance."""
+    chunk_cost: float = 0.0
+    """Time that a chunk of a prompt takes there, in any unit: its arithmetic, for instance."""
 
     def bytes_of(self, width: int) -> int:
         """Bytes on each rank of a stage of this width."""
@@ -133,10 +136,11 @@ class Room(Struct, frozen=True):
 
 
 class _Load(NamedTuple):
-    """What a choice of layers asks of the machines; the smaller one is better."""
+    """What layers ask of the machines; the smaller one is better."""
 
     missing: int  # bytes, of all ranks
-    slowest: float  # time of the slowest stage
+    chunk: float  # time of the slowest stage for a chunk of a prompt
+    token: float  # time of all stages together for a token
 
 
 def split_layers(
@@ -144,8 +148,10 @@ def split_layers(
 ) -> tuple[range, ...]:
     """The layers of each stage, in order.
 
-    Without a choice: of the splits that fit every machine, one whose slowest stage is the fastest. A stage's time is
-    the cost of its parts, shared equally by its ranks, on the slowest of its machines.
+    Without a choice: of the splits that fit every machine, those whose slowest stage for a chunk is the fastest, since
+    chunks of a prompt follow each other; of these, the one whose stages together are the fastest for a token, which
+    goes through one after the other. A stage's time is the cost of its parts, shared equally by its ranks, on the
+    slowest of its machines.
 
     Args:
         rooms: of each global rank.
@@ -197,36 +203,63 @@ def _check_numbers(topology: Topology, n_layers: int, chosen: Sequence[int] | No
 
 
 def _best_ends(parts: Parts, stages: Sequence[Sequence[Room]]) -> list[int]:
-    """Where each stage's layers end, by dynamic programming over stages and layers.
+    """Where each stage's layers end. Where nothing fits, the split that lacks the least memory.
 
-    Where nothing fits, the split that lacks the least memory. A better split of the first layers never makes the whole
-    worse, as missing bytes add up and the slowest stage is a maximum; so only the best one of each length is kept.
+    Layers left over by an equal division go to the first stages: the last one has the head as well.
     """
-    n = len(parts.layers)
-    best: dict[int, tuple[_Load, list[int]]] = {0: (_Load(0, 0.0), [])}  # layers taken -> load and ends
-    for stage, rooms in enumerate(stages):
-        left = len(stages) - stage - 1
+
+    @cache
+    def load(stage: int, start: int, stop: int) -> _Load:
+        return _load(parts.between(start, stop), stages[stage])
+
+    def slower(a: _Load, b: _Load) -> _Load:
+        return _Load(a.missing + b.missing, max(a.chunk, b.chunk), 0.0)
+
+    def excess(stage: int, start: int, stop: int) -> _Load:
+        own = load(stage, start, stop)
+        return own._replace(chunk=max(0.0, own.chunk - slowest))
+
+    def total(a: _Load, b: _Load) -> _Load:
+        return _Load(a.missing + b.missing, a.chunk + b.chunk, a.token + b.token)
+
+    slowest = _best(len(stages), len(parts.layers), load, slower)[0].chunk
+    return [-end for end in _best(len(stages), len(parts.layers), excess, total)[1]]
+
+
+def _best(
+    stages: int, n: int, load: Callable[[int, int, int], _Load], join: Callable[[_Load, _Load], _Load]
+) -> tuple[_Load, list[int]]:
+    """The load of the best split of `n` layers, and where its stages end, as negative numbers.
+
+    By dynamic programming over stages and layers. For each number of first layers only their best split is kept, so a
+    better one must never make the whole worse: what `join` makes of each field is a sum or, in the last field that
+    counts, a maximum.
+
+    Args:
+        load: of a stage with the layers `[start, stop)`.
+        join: the load of some stages together with that of the next one.
+    """
+    best: dict[int, tuple[_Load, list[int]]] = {0: (_Load(0, 0.0, 0.0), [])}  # layers taken -> load and ends
+    for stage in range(stages):
+        left = stages - stage - 1
         stops = range(stage + 1, n - left + 1) if left else range(n, n + 1)
         best = {
             stop: min(
-                (_joined(load, _load(parts.between(start, stop), rooms)), [*ends, stop])
-                for start, (load, ends) in best.items()
+                (join(before, load(stage, start, stop)), [*ends, -stop])
+                for start, (before, ends) in best.items()
                 if start < stop
             )
             for stop in stops
         }
-    return best[n][1]
-
-
-def _joined(a: _Load, b: _Load) -> _Load:
-    return _Load(a.missing + b.missing, max(a.slowest, b.slowest))
+    return best[n]
 
 
 def _load(parts: Sequence[LayerCost], rooms: Sequence[Room]) -> _Load:
     """What these parts ask of a stage's machines."""
     needed = _bytes_of(parts, rooms)
     missing = sum(max(0, needed - room.bytes) for room in rooms)
-    return _Load(missing, sum(part.cost for part in parts) / len(rooms) / min(room.speed for room in rooms))
+    speed = len(rooms) * min(room.speed for room in rooms)
+    return _Load(missing, sum(part.chunk_cost for part in parts) / speed, sum(part.cost for part in parts) / speed)
 
 
 def _bytes_of(parts: Sequence[LayerCost], rooms: Sequence[Room]) -> int:

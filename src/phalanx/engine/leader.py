@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 
@@ -41,6 +41,7 @@ from phalanx.types import (
     Finish,
     Ping,
     Pong,
+    RankStats,
     ResetPrefixCache,
     Shutdown,
     Submit,
@@ -57,8 +58,8 @@ class Leader:
 
     Args:
         staged: the runner, with its connections to other stages.
-        plans_ahead: plans that may follow a plan of chunks alone before it is executed: as many as there are further
-            stages, so that each stage computes a chunk.
+        plans_ahead: plans that may follow a plan of chunks alone before it is executed. As many as there are stages:
+            each computes a chunk, and the first one finds its next plan at once.
     """
 
     def __init__(
@@ -93,7 +94,8 @@ class Leader:
         self._speculator = speculator
         self._grammars = grammars
         self._prompt_scores = PromptScores()
-        self._pings: list[int] = []  # nonces to be answered after this step
+        self._pings: list[int] = []  # nonces that the next report of all ranks answers
+        self._reported: list[int] = []  # those that the report on its way answers
         self._release_at_once = False  # the prefix cache was dropped, and its memory should not wait
         self._holds_memory = True  # buffers kept for reuse
         self._last_work = time.monotonic()
@@ -133,13 +135,12 @@ class Leader:
         """The plan to be executed now, and its time limit.
 
         Plans further ones behind chunks, which other stages begin with: what a chunk computes changes no plan. None
-        are planned while a ping or a shutdown waits for a pause between plans.
+        are planned during a shutdown.
         """
         if not self._sent and (planned := self._plan()) is not None:
             self._sent.append(planned)
-        while 0 < len(self._sent) <= self._plans_ahead and not (self._pings or self._stopping):
-            is_chunk = not any(forward.sample or forward.score for forward in self._sent[-1][0].forwards)
-            if not is_chunk or (planned := self._plan()) is None:
+        while 0 < len(self._sent) <= self._plans_ahead and not self._stopping:
+            if not self._sent[-1][0].is_chunk or (planned := self._plan()) is None:
                 break
             self._sent.append(planned)
         return self._sent.popleft() if self._sent else (None, 0.0)
@@ -256,7 +257,9 @@ class Leader:
         decode_s = self._timer.phases_s["model"] - execution.prefill_s
         self._deadline.observe(execution.prefill_tokens, execution.prefill_s, decode_s, step.width)
         delayed_s = decode_s if step.has_older_rows else 0.0
-        self.scheduler.prefill_budget.observe(execution.prefill_tokens, execution.prefill_s, delayed_s)
+        # Chunks that follow each other: while this stage waited, the one before computed the next chunk.
+        waited_s = self._staged.waited_s if step.is_chunk else 0.0
+        self.scheduler.prefill_budget.observe(execution.prefill_tokens, execution.prefill_s - waited_s, delayed_s)
         if self._speculator is not None:
             comparable_s = None if self.runner.captured_graph else seconds
             self._speculator.observe(step, verified.tokens, commits, comparable_s, self._timer.phases_s["draft"])
@@ -279,8 +282,12 @@ class Leader:
 
     @property
     def _is_idle(self) -> bool:
-        rests = self.scheduler.rests(self._grammars.held) and not self._sent
-        return rests and not self._pings and not self._release_at_once
+        return self._rests and not (self._pings or self._reported or self._release_at_once)
+
+    @property
+    def _rests(self) -> bool:
+        """Whether there is nothing to compute, here or on another rank."""
+        return self.scheduler.rests(self._grammars.held) and not self._sent
 
     def handle(self, message: ToEngine) -> None:
         """Take a message from the server. It takes effect in the next step."""
@@ -306,13 +313,21 @@ class Leader:
                 self._stopping = True
 
     def answer_pings(self) -> None:
-        """Answer every ping with current figures, which proves that the engine loop of every rank runs."""
-        if self._pings and not self._sent:  # else ranks would wait for each other
+        """Answer pings with figures of every rank, which prove that the engine loop of each runs.
+
+        Each rank reports behind the plans in flight, and new plans follow meanwhile. The leader waits for the reports
+        only if there is nothing to compute: other ranks of its stage may be waiting for it. One round of reports is on
+        its way at a time; a ping that comes meanwhile has the next one, whose figures are not older than the ping.
+        """
+        if self._pings and not self._reported:
+            self._reported, self._pings = self._pings, []
+            self._link.request_reports()
+        if self._reported and (reports := self._link.take_reports(wait=self._rests)) is not None:
             self._outbox.flush()  # the server takes an answer as the end of all earlier events
-            stats = self.stats()
-            for nonce in self._pings:
+            stats = self.stats(reports)
+            for nonce in self._reported:
                 self._server_socket.send(Pong(nonce, stats))
-            self._pings.clear()
+            self._reported = []
 
     def _release_idle_memory(self) -> None:
         """Return the buffers that are kept for reuse to the system, once whenever the engine has become idle."""
@@ -330,9 +345,13 @@ class Leader:
 
     # -- figures -----------------------------------------------------------------------------------------------------
 
-    def stats(self) -> EngineStats:
-        """Current counters and gauges; collects those of every rank."""
-        ranks = self._link.report(rank_stats(self._link, self.mirror, self._staged))
+    def stats(self, reports: Sequence[RankStats]) -> EngineStats:
+        """Current counters and gauges.
+
+        Args:
+            reports: of the other ranks, in rank order.
+        """
+        ranks = [rank_stats(self._link, self.mirror, self._staged), *reports]
         scheduler, counters = self.scheduler, self.scheduler.counters
         used, budget = scheduler.admission.used, scheduler.config.limits.kv_budget
         return EngineStats(

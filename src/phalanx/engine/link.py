@@ -62,8 +62,11 @@ class SingleRank:
     def leave(self, step: int) -> None:
         """Does nothing."""
 
-    def report(self, own: RankStats) -> list[RankStats]:
-        return [own]
+    def request_reports(self) -> None:
+        """Does nothing."""
+
+    def take_reports(self, *, wait: bool) -> list[RankStats] | None:
+        return []
 
     def close(self) -> None:
         """Does nothing."""
@@ -103,10 +106,15 @@ class LeaderLink:
         """The engine thread has ended a step."""
         self._channel.leave(step)
 
-    def report(self, own: RankStats) -> list[RankStats]:
-        """The figures of every rank, which workers send between two steps."""
+    def request_reports(self) -> None:
+        """Ask every worker for its figures, which it sends when it has executed all plans sent before."""
         self.send(Order(RankReport()))
-        return [own, *(self._stats.decode(payload) for payload in self._channel.collect(None))]
+
+    def take_reports(self, *, wait: bool) -> list[RankStats] | None:
+        """The figures that were asked for, in rank order. None if some are not here and `wait` is false."""
+        if not (wait or self._channel.all_answered):
+            return None
+        return [self._stats.decode(payload) for payload in self._channel.collect(None)]
 
     def close(self) -> None:
         """End the group normally."""

@@ -59,19 +59,20 @@ def build_role(
     assert server_socket is not None and grammars is not None
     info = _model_info(config, member, model, plan, tested)
     _announce(config, info)
-    scheduler = Scheduler(_scheduler_config(config, model, plan))
+    scheduler = Scheduler(_scheduler_config(config, model, plan, member.topology.n_stages))
     metadata = SamplingMetadataCache()
     speculator = make_speculator(
         config.speculative_config, scheduler, metadata, info.vocab_size, model.draft_runner, plan.draft_kv, grammars
     )
     log.info("serving")  # the last line before `Ready`: the supervisor waits for it (`supervision/rank_log.py`)
     server_socket.send(Ready(info=info, pid=os.getpid()))
+    stages = member.topology.n_stages
     return Leader(
         scheduler,
         staged,
         server_socket,
         link=member.link,
-        plans_ahead=member.topology.n_stages - 1,
+        plans_ahead=stages if stages > 1 else 0,
         deadline=deadline,
         trace=Trace(config.trace) if config.trace else None,
         injection=member.injection,
@@ -97,12 +98,13 @@ def begin_grammars(config: EngineConfig, path: Path, server_socket: ServerSocket
     return grammars
 
 
-def _scheduler_config(config: EngineConfig, model: ServedModel, plan: MemoryPlan) -> SchedulerConfig:
+def _scheduler_config(config: EngineConfig, model: ServedModel, plan: MemoryPlan, stages: int) -> SchedulerConfig:
     facts = model.runner.facts
     return SchedulerConfig(
         limits=plan.limits,
         prefill=prefill_bounds(
             on_gpu=mx.default_device() != mx.Device(mx.cpu),
+            stages=stages,
             most=config.max_num_batched_tokens,
             rows=config.max_num_seqs,
         ),

@@ -7,6 +7,7 @@ Every rank of a stage gets the whole input of its stage and has its whole output
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 import mlx.core as mx
@@ -87,9 +88,12 @@ class StagedRunner:
         self._receiver = ends.receiver
         self._senders = ends.senders
         self._dtype = activations
+        if ends.senders:
+            runner.outgoing = self._outgoing
         self._step = 0
         self._forwards = 0  # of this step, so far
-        self._announced = 0  # of this step
+        self.waited_s = 0.0
+        """Of this step, for its inputs: the stage before was computing them, or the link was carrying them."""
 
     def expect(self, step: Step, limit_s: float) -> None:
         """Receive this step's inputs from now on, as they come; one that is late is an error."""
@@ -97,7 +101,7 @@ class StagedRunner:
 
     def begin(self, step: int) -> None:
         """See `Runner.begin`."""
-        self._step, self._forwards = step, 0
+        self._step, self._forwards, self.waited_s = step, 0, 0.0
         self.runner.begin(step)
 
     def apply(self, ops: Sequence[RowOp]) -> None:
@@ -139,13 +143,20 @@ class StagedRunner:
         if self._receiver is None:
             return None
         shape = self._frame(0, 0, forward).shape
-        return from_bytes(self._receiver.take(), self._dtype, shape).astype(self.runner.dtype)
+        began = time.perf_counter()
+        data = self._receiver.take()
+        self.waited_s += time.perf_counter() - began
+        return from_bytes(data, self._dtype, shape).astype(self.runner.dtype)
+
+    def _outgoing(self, hidden: mx.array) -> mx.array:
+        """What is sent of a stage's output, as numbers that numpy knows; lazy."""
+        hidden = hidden.astype(getattr(mx, self._dtype))
+        return mx.contiguous(hidden).view(mx.uint16) if hidden.dtype.size == 2 else hidden
 
     def _hand_on(self, frame: Frame, output: mx.array) -> None:
-        if self._senders:
-            data = to_bytes(output.astype(getattr(mx, self._dtype)))
-            for sender in self._senders:
-                sender.send(frame, data)
+        data = to_bytes(output)
+        for sender in self._senders:
+            sender.send(frame, data)
 
 
 def wire_dtype(asked: ActivationDtype, runner: Runner, link: Link) -> str:
@@ -154,13 +165,12 @@ def wire_dtype(asked: ActivationDtype, runner: Runner, link: Link) -> str:
 
 
 def to_bytes(array: mx.array) -> bytes:
-    """The elements of an array of floating dtype, in C order. Waits for them."""
-    flat = mx.contiguous(array)
-    return np.array(flat.view(mx.uint16) if array.dtype.size == 2 else flat.view(mx.uint32), copy=False).tobytes()
+    """The elements of an evaluated array, of a dtype that numpy knows, in C order."""
+    return np.array(array, copy=False).tobytes()
 
 
 def from_bytes(data: bytes | bytearray, dtype: str, shape: tuple[int, ...]) -> mx.array:
-    """The opposite of `to_bytes`."""
-    kind: mx.Dtype = getattr(mx, dtype)
-    flat = mx.array(np.frombuffer(data, np.uint16 if kind.size == 2 else np.uint32))
-    return flat.view(kind).reshape(shape)
+    """Hidden states [*shape] of these bytes; evaluated, but for the view as bfloat16, which numpy does not know."""
+    if dtype == "bfloat16":
+        return mx.array(np.frombuffer(data, np.uint16).reshape(shape)).view(mx.bfloat16)
+    return mx.array(np.frombuffer(data, dtype).reshape(shape))

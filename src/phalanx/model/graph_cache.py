@@ -148,8 +148,8 @@ class GraphCache(Graphs):
             return None
         inputs = [tokens, *view.lengths, *self._reducer.tags()]
         if hidden is not None:
-            inputs.append(mx.contiguous(hidden))
-            mx.eval(inputs[-1])
+            inputs.append(hidden)
+            mx.eval(hidden)  # where it was cast; else it is evaluated, and this takes a quarter of a microsecond
         results = graph.replay.run(inputs, arena.arrays(), position)
         self._reducer.replayed(graph.summed)
         self.replayed += 1

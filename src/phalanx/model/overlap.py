@@ -16,10 +16,11 @@ class Overlap(Enum):
     NONE = "none"
     """Nothing: every forward waits for its plan."""
     REPLAY = "replay"
-    """It dispatches the next forward if a graph of it is captured (`graph_cache.py`)."""
+    """It dispatches the next forward if a graph of it is captured (`graph_cache.py`). With other ranks, sums are judged
+    after the wait for the tokens, and before the tokens are used."""
     BUILD = "build"
     """It builds the next forward from tokens that are being drawn, and dispatches it when they have arrived. With other
-    ranks, sums are judged after the wait for the tokens, and before the tokens are used."""
+    ranks as `REPLAY`."""
 
 
 def overlap_of(*, native: bool, on_gpu: bool) -> Overlap:

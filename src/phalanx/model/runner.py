@@ -5,7 +5,7 @@ Knows arenas, slots and model calls. Does not know sequences, sampling, commits 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, assert_never
 
 import mlx.core as mx
@@ -58,6 +58,8 @@ class Runner:
         self._has_hidden_output = stage is not None and stage.has_hidden_output
         self.samples = True
         """Whether this rank needs logits; workers do not."""
+        self.outgoing: Callable[[mx.array], mx.array] = lambda hidden: hidden
+        """What a stage makes of its output for the next one, in the same evaluation; lazy."""
         ops = install.operations()
         on_gpu = mx.default_device() != mx.Device(mx.cpu)
         self._overlap = overlap or overlap_of(native=ops is not None, on_gpu=on_gpu)
@@ -108,7 +110,7 @@ class Runner:
                 for the first stage and for a whole model.
 
         Returns:
-            From a stage before the last one, what the next stage takes: as `hidden`, evaluated, its sums judged. Else
+            From a stage before the last one, what `outgoing` makes for the next one: evaluated, its sums judged. Else
             logits `[rows, L, V]` (packed: `[tokens, 1, V]`), not evaluated, when the plan samples or scores and this
             rank does too: evaluate them together with `written_caches()`. Otherwise None, with the caches evaluated.
 
@@ -170,7 +172,7 @@ class Runner:
     @property
     def _joins_waits(self) -> bool:
         """Whether sums over ranks are judged after the wait for the tokens, instead of in a wait of their own."""
-        return self._overlap is Overlap.BUILD and self.samples and not self._has_hidden_output
+        return self._overlap is not Overlap.NONE and self.samples and not self._has_hidden_output
 
     # -- async scheduling ------------------------------------------------------------------------------------------
 
@@ -284,6 +286,8 @@ class Runner:
             logits = call_model(self.model, self.stage, ids, caches, hidden)
             sums = self.reducer.finish()
         arena.close()
+        if self._has_hidden_output and logits is not None:
+            logits = self.outgoing(logits)
         if self.reducer.size > 1:
             # All collectives of the call: the same arrays in the same order on every rank. The rank that samples
             # evaluates the logits later, unless mlx-lm has collectives of its own in them.
@@ -328,7 +332,7 @@ class Runner:
         parts = []
         for i, (row, n) in enumerate(zip(fwd.tokens, fwd.valid, strict=True)):
             view = self._view(arena, fwd.start + i, kv_len[i : i + 1], n, fwd.sample)
-            own = None if hidden is None else hidden[i : i + 1, :n]
+            own = None if hidden is None else mx.contiguous(hidden[i : i + 1, :n])
             part = self._call(arena, view, [row[:n]], kv_len[i : i + 1], [n], own)
             mx.eval([] if part is None else part, arena.touched())  # before the next row writes (see `buffers.py`)
             if part is not None:

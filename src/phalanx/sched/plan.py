@@ -145,6 +145,11 @@ class Step(Struct, frozen=True, tag="step"):
         return max((len(forward.tokens[0]) for forward in self.forwards if forward.sample), default=1)
 
     @property
+    def is_chunk(self) -> bool:
+        """Whether it only computes chunks of prompts, so that its outcome is known when it is planned."""
+        return not any(forward.sample or forward.score for forward in self.forwards)
+
+    @property
     def has_older_rows(self) -> bool:
         """Whether rows decode that had finished their prompts before this step: its chunks delay their tokens."""
         sampled = {number for forward in self.forwards if forward.sample for number in forward.seqs}
@@ -160,7 +165,7 @@ class Stop(Struct, frozen=True, tag="stop"):
 
 
 class RankReport(Struct, frozen=True, tag="report"):
-    """Every rank answers with its `RankStats`: proof that its engine loop runs and that its rows agreed."""
+    """Every rank answers with its `RankStats` behind the plans before: its engine loop runs, and its rows agreed."""
 
 
 Plan = Step | Reset | RankReport | Stop

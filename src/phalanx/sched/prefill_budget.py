@@ -35,19 +35,23 @@ class PrefillBounds(NamedTuple):
 
 ON_CPU = PrefillBounds(follows_decoding=True)
 """A CPU's products are as fast for 512 tokens as for more, and a first chunk must not take minutes."""
+STAGED_CHUNK = 128
+"""Tokens of a step on CPUs with stages. Every stage but one is idle while a prompt's first and last chunks pass, so
+chunks are short; at 64 tokens the products themselves are slower."""
 ON_GPU = PrefillBounds(first=256, most=2048, longest_s=2.0)
 """A GPU is idle for the most part with fewer tokens. macOS ends GPU work of about 5 s that waits for other ranks; 2 s
 leaves room for prompts that become slower the longer they are."""
 
 
-def prefill_bounds(*, on_gpu: bool, most: int | None, rows: int) -> PrefillBounds:
+def prefill_bounds(*, on_gpu: bool, stages: int, most: int | None, rows: int) -> PrefillBounds:
     """The bounds of a machine.
 
     Args:
+        stages: of the pipeline.
         most: tokens of a step, where they are configured.
         rows: the largest number of decoding rows, for which a step must have room.
     """
-    bounds = ON_GPU if on_gpu else ON_CPU
+    bounds = ON_GPU if on_gpu else ON_CPU if stages == 1 else ON_CPU._replace(most=STAGED_CHUNK)
     return bounds._replace(most=max(bounds.most, rows) if most is None else most)
 
 
@@ -79,6 +83,8 @@ class PrefillBudget:
         delays no token, only new requests, and may take longer.
 
         Args:
+            prefill_s: seconds that the prefill part took; without the wait for the stage before, where chunks follow
+                each other and that stage computed the next one meanwhile.
             decode_s: seconds that rows decoded which the prefill part delayed; 0 without such rows.
         """
         planned = self._limit_prefill_only

@@ -39,7 +39,7 @@ class EngineConnection(EngineClient):
         self._state = EngineState(down_since=time.time())
         self._info: ModelInfo | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._pings: dict[int, asyncio.Future[EngineStats]] = {}
+        self._pings: dict[int, tuple[asyncio.Future[EngineStats], float]] = {}  # and when each was sent
         self._nonce = 0
         self._last_message_at = 0.0  # monotonic seconds
         self._ready_at: float | None = None  # monotonic seconds, of the leader that is or was connected last
@@ -54,8 +54,12 @@ class EngineConnection(EngineClient):
 
     @property
     def state(self) -> EngineState:
-        age = time.monotonic() - self._last_message_at if self._state.phase == "ready" else None
-        return replace(self._state, last_pong_age_s=age)
+        return replace(self._state, last_pong_age_s=self._silent_s() if self._state.phase == "ready" else None)
+
+    def _silent_s(self) -> float:
+        """Seconds without a sign of life, or since a ping that some rank has left unanswered: tokens may flow on."""
+        asked = [sent_at for _, sent_at in self._pings.values()]
+        return time.monotonic() - min([self._last_message_at, *asked])
 
     def send(self, message: ToEngine) -> None:
         if self._state.phase != "ready":
@@ -67,7 +71,7 @@ class EngineConnection(EngineClient):
         nonce = self._nonce
         future: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
         self.send(Ping(nonce))
-        self._pings[nonce] = future
+        self._pings[nonce] = future, time.monotonic()
         try:
             return await future
         finally:
@@ -100,7 +104,7 @@ class EngineConnection(EngineClient):
             case Batch():
                 self.emit_batch(message)
             case Pong():
-                future = self._pings.pop(message.nonce, None)
+                future, _ = self._pings.pop(message.nonce, (None, 0.0))
                 if future is not None and not future.done():
                     future.set_result(message.stats)
             case Loading():
@@ -122,7 +126,7 @@ class EngineConnection(EngineClient):
             await asyncio.sleep(PING_PERIOD_S)
             ready = self._state.phase == "ready"
             limit = self._stall_s if ready else LOAD_STALL_S
-            silent = time.monotonic() - self._last_message_at
+            silent = self._silent_s()
             if silent > limit:
                 return f"did not {'answer' if ready else 'report progress while loading'} for {silent:.0f} s"
             if ready and not self._pings:
@@ -159,7 +163,7 @@ class EngineConnection(EngineClient):
         self.emit_down(reason, will_restart=phase == "restarting")
 
     def _fail_pings(self, reason: str) -> None:
-        for future in self._pings.values():
+        for future, _ in self._pings.values():
             if not future.done():
                 future.set_exception(EngineUnavailable(f"The engine went down: {reason}."))
         self._pings.clear()

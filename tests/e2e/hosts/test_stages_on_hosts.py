@@ -18,8 +18,8 @@ def test_stages_on_two_and_on_four_hosts(hosts):
         whole = ask(desk, url, PROMPT, TOKENS)
         assert [(rank["stage"], rank["host"]) for rank in health(hosts)["ranks"]] == [(1, "a"), (0, "b")]
         table = phalanx(desk, "status", "2.json").stdout.splitlines()
-        assert table[1].split()[1:7] == ["1:", "layers", "5", "to", "7", "a"]
-        assert table[2].split()[1:7] == ["0:", "layers", "0", "to", "4", "b"]
+        assert table[1].split()[1:7] == ["1:", "layers", "4", "to", "7", "a"]
+        assert table[2].split()[1:7] == ["0:", "layers", "0", "to", "3", "b"]
         hosts["b"].run(SLOW.split())
         try:
             assert ask(desk, url, PROMPT, TOKENS) == whole

@@ -69,9 +69,19 @@ def test_a_rank_that_does_not_answer_is_named():
     with group(3) as ranks:
         ranks.workers[0].send(b"here")
         until(lambda: ranks.leader._watchdog.peers[0].inbox.qsize())
+        assert not ranks.leader.all_answered
         with pytest.raises(PeerLate, match=r"^rank 2 \(host2, pid \d+\) did not answer within 0\.1 s\.$") as late:
             ranks.leader.collect(0.1)
         assert exit_code_of(late.value) is ExitCode.STALLED
+
+
+def test_a_leader_sees_whether_all_have_answered():
+    with group(3) as ranks:
+        for worker in ranks.workers:
+            assert not ranks.leader.all_answered
+            worker.send(b"here")
+        until(lambda: ranks.leader.all_answered)
+        assert ranks.leader.collect(0.0) == [b"here"] * 2 and not ranks.leader.all_answered
 
 
 def test_a_group_of_one():

@@ -64,7 +64,7 @@ def test_hosts_with_another_phalanx_than_this_machine_are_named():
     assert "phalanx install --upgrade HOSTS" in found.remedy
 
 
-PARTS = Parts(LayerCost(2 * GB), (LayerCost(GB, cost=GB),) * 8, LayerCost(2 * GB, cost=2 * GB))
+PARTS = Parts(LayerCost(2 * GB), (LayerCost(GB, cost=GB, chunk_cost=GB),) * 8, LayerCost(2 * GB, cost=2 * GB))
 TRIO = Hostfile(hosts=(Host(ssh="a"), Host(ssh="b"), Host(ssh="c")))
 
 

@@ -145,12 +145,12 @@ class Pipeline:
 
     def __init__(self, config: SchedulerConfig, topology: Topology, rnd: Random) -> None:
         self.scheduler = Scheduler(config)
-        self.depth = topology.n_stages
+        self.depth = topology.n_stages + 1
         self.rnd = rnd
         self.ranks = []
         for rank in range(topology.size):
             stage, link = topology.place(rank).stage, f"rank {topology.sender(rank)} to rank {rank}"
-            self.ranks.append(Rank(StageRunner(stage, self.depth, link, recurrent=config.recurrent)))
+            self.ranks.append(Rank(StageRunner(stage, topology.n_stages, link, recurrent=config.recurrent)))
         for rank, sends in enumerate(self.ranks):
             sends.runner.outboxes = [self.ranks[other].runner.inbox for other in topology.receivers(rank)]
         self.in_flight: deque[Step] = deque()

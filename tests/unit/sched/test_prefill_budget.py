@@ -64,9 +64,17 @@ def test_a_slow_gpu_stays_below_the_watchdog_however_long_decoding_takes():
 
 
 def test_the_bounds_of_a_machine():
-    cpu, gpu = (prefill_bounds(on_gpu=on_gpu, most=None, rows=16) for on_gpu in (False, True))
+    cpu, gpu = (prefill_bounds(on_gpu=on_gpu, stages=1, most=None, rows=16) for on_gpu in (False, True))
     assert cpu == (16, 512, math.inf, True)
     assert gpu == (256, 2048, 2.0, False)
-    assert prefill_bounds(on_gpu=True, most=None, rows=4096).most == 4096
-    assert prefill_bounds(on_gpu=True, most=100, rows=16).most == 100
-    assert PrefillBudget(prefill_bounds(on_gpu=True, most=100, rows=16), TARGET_S, 0.0).tokens(0) == 100
+    assert prefill_bounds(on_gpu=True, stages=1, most=None, rows=4096).most == 4096
+    assert prefill_bounds(on_gpu=True, stages=1, most=100, rows=16).most == 100
+    assert PrefillBudget(prefill_bounds(on_gpu=True, stages=1, most=100, rows=16), TARGET_S, 0.0).tokens(0) == 100
+
+
+def test_chunks_that_follow_each_other_through_stages_of_cpus_are_short():
+    staged = prefill_bounds(on_gpu=False, stages=2, most=None, rows=16)
+    assert staged == (16, 128, math.inf, True)
+    assert prefill_bounds(on_gpu=False, stages=2, most=512, rows=16).most == 512
+    assert prefill_bounds(on_gpu=False, stages=2, most=None, rows=256).most == 256
+    assert prefill_bounds(on_gpu=True, stages=2, most=None, rows=16) == ON_GPU

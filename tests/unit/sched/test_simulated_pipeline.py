@@ -49,7 +49,8 @@ def test_thousands_of_conversations():
         preempted += story.preemptions
         together.add((story.topology.n_stages, story.max_in_flight, story.max_decoding))
     assert noticed.keys() == set(FAULTS) and preempted
-    assert {(n, n, n) for n in (2, 3, 4)} <= together  # every stage had a plan that samples
+    assert {(n, n + 1) for n in (2, 3, 4)} <= {(stages, plans) for stages, plans, _ in together}
+    assert all(any(s == n and d >= n for s, _, d in together) for n in (2, 3, 4))  # every stage: a plan that samples
 
 
 # Mutants: each changes one rule of the contract, and some conversation without any other fault must fail -----------

@@ -18,7 +18,7 @@ from phalanx.dist import control_address, sender_acceptor
 from phalanx.dist.awake_clock import AwakeClock
 from phalanx.dist.ports import LOOPBACK, PORTS
 from phalanx.dist.stage_frames import Frame, Payload, encode
-from phalanx.dist.stage_link import STOPPED_S, TICK_S, Ends, StageReceiver, Tamper, connect_stages
+from phalanx.dist.stage_link import SENT_AT_ONCE, STOPPED_S, TICK_S, Ends, StageReceiver, Tamper, connect_stages
 from phalanx.dist.topology import Topology
 from phalanx.errors import (
     FrameCorrupted,
@@ -126,6 +126,51 @@ def test_a_frame_may_be_there_before_its_plan(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             last.receiver.expect([frame(step, tokens=4000)], NEVER)
             assert last.receiver.take() == payload(step, tokens=4000)
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise AssertionError("this frame waits for the thread")
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["unix", "tls"])
+def test_small_frames_do_not_pass_the_thread_and_large_ones_do(
+    tmp_path: Path, tls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = SENT_AT_ONCE // 16 + 1  # tokens
+    with connected(tmp_path, (1, 1), tls=tls) as (last, first):
+        assert last.receiver is not None
+        (sender,) = first.senders
+        with monkeypatch.context() as patched:
+            patched.setattr(sender._waiting, "put", refuse)
+            for tokens in (2, large - 1):
+                sender.send(frame(tokens, tokens=tokens), payload(0, tokens=tokens))
+                last.receiver.expect([frame(tokens, tokens=tokens)], NEVER)
+                assert last.receiver.take() == payload(0, tokens=tokens)
+            with pytest.raises(AssertionError, match="waits for the thread"):
+                sender.send(frame(large, tokens=large), payload(0, tokens=large))
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["unix", "tls"])
+def test_small_frames_that_the_socket_does_not_take_are_sent_by_the_thread(tmp_path: Path, tls: bool) -> None:
+    """The receiver reads one header until it is told of frames. `send` waits for nothing, and all arrive in order."""
+    tokens = SENT_AT_ONCE // 16
+    with connected(tmp_path, (1, 1), tls=tls) as (last, first):
+        assert last.receiver is not None
+        (sender,) = first.senders
+        sender._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 15)
+        last.receiver._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 15)
+        steps = range(1, 61)
+        for step in steps:
+            sender.send(frame(step, tokens=tokens), payload(step, tokens=tokens))
+        assert sender._waiting.unfinished_tasks > 30  # those that are on their way fill the sockets
+        for step in steps:
+            last.receiver.expect([frame(step, tokens=tokens)], NEVER)
+            assert last.receiver.take() == payload(step, tokens=tokens)
+        while sender._waiting.unfinished_tasks:
+            time.sleep(0.001)
+        sender.send(frame(99), payload(99))
+        last.receiver.expect([frame(99)], NEVER)
+        assert last.receiver.take() == payload(99)
 
 
 def flip(data: Payload, at: int) -> bytes:

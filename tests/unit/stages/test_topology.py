@@ -78,7 +78,8 @@ def test_a_stage_without_ranks_is_refused(widths: tuple[int, ...]):
 def problems(draw: st.DrawFn) -> tuple[Topology, Parts, list[Room]]:
     """Small models on unlike machines; about half of them fit."""
     topology = Topology(tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))))
-    part = st.builds(LayerCost, st.integers(0, 12), st.integers(0, 3), st.integers(0, 9).map(float))
+    time = st.integers(0, 9).map(float)
+    part = st.builds(LayerCost, st.integers(0, 12), st.integers(0, 3), time, time)
     n = draw(st.integers(topology.n_stages, 8))
     parts = Parts(draw(part), tuple(draw(st.lists(part, min_size=n, max_size=n))), draw(part))
     room = st.builds(Room, st.just("h"), st.integers(0, 40), st.sampled_from((0.5, 1.0, 3.0)))
@@ -86,9 +87,9 @@ def problems(draw: st.DrawFn) -> tuple[Topology, Parts, list[Room]]:
     return topology, parts, rooms
 
 
-def judge(topology: Topology, parts: Parts, rooms: list[Room], split: tuple[range, ...]) -> tuple[bool, float]:
-    """Whether a split fits, and the time of its slowest stage; counted the long way."""
-    fits, times = True, []
+def judge(topology: Topology, parts: Parts, rooms: list[Room], split: tuple[range, ...]) -> tuple[bool, float, float]:
+    """Whether a split fits, the time of its slowest stage for a chunk, and of all for a token; counted the long way."""
+    fits, chunk, token = True, 0.0, 0.0
     for stage, layers in enumerate(split):
         has = [parts.layers[layer] for layer in layers]
         has += [parts.embedding] * (stage == 0) + [parts.head] * (stage == topology.n_stages - 1)
@@ -96,8 +97,10 @@ def judge(topology: Topology, parts: Parts, rooms: list[Room], split: tuple[rang
         for tp_rank in range(width):
             room = rooms[topology.rank(PipelinePosition(stage, tp_rank))]
             fits &= sum(-(-part.split // width) + part.whole for part in has) <= room.bytes
-            times.append(sum(part.cost for part in has) / width / room.speed)
-    return fits, max(times)
+        slowest = min(rooms[rank].speed for rank in topology.ranks(stage))
+        chunk = max(chunk, sum(part.chunk_cost for part in has) / width / slowest)
+        token += sum(part.cost for part in has) / width / slowest
+    return fits, chunk, token
 
 
 def every_split(n_layers: int, n_stages: int) -> list[tuple[range, ...]]:
@@ -112,20 +115,23 @@ def every_split(n_layers: int, n_stages: int) -> list[tuple[range, ...]]:
 def test_no_split_is_better(problem: tuple[Topology, Parts, list[Room]]):
     topology, parts, _ = problem
     judged = [judge(*problem, split) for split in every_split(len(parts.layers), topology.n_stages)]
-    times = [time for fits, time in judged if fits]
-    if not times:
+    fitting = [times for fits, *times in judged if fits]
+    if not fitting:
         with pytest.raises(MemoryShortage, match="h lacks"):
             split_layers(*problem)
         return
     split = split_layers(*problem)
     assert [layer for layers in split for layer in layers] == list(range(len(parts.layers)))
-    fits, time = judge(*problem, split)
-    assert fits and time == pytest.approx(min(times))
+    fits, chunk, token = judge(*problem, split)
+    fastest = min(chunk for chunk, _ in fitting)
+    assert fits and chunk == pytest.approx(fastest)
+    assert token == pytest.approx(min(token for chunk, token in fitting if chunk == pytest.approx(fastest)))
 
 
 def model(n_layers: int, layer: int = GB, *, embedding: int = 0, head: int = 0) -> Parts:
-    """A model whose cost is its bytes; the embedding is looked up and costs nothing."""
-    return Parts(LayerCost(embedding), (LayerCost(layer, cost=layer),) * n_layers, LayerCost(head, cost=head))
+    """A model whose cost is its bytes; the embedding is looked up and costs nothing, nor does the head for a chunk."""
+    layers = (LayerCost(layer, cost=layer, chunk_cost=layer),) * n_layers
+    return Parts(LayerCost(embedding), layers, LayerCost(head, cost=head))
 
 
 def rooms(**gigabytes: int) -> list[Room]:
@@ -134,7 +140,19 @@ def rooms(**gigabytes: int) -> list[Room]:
 
 def test_equal_machines_have_equal_times():
     assert split_layers(Topology((1, 1)), model(12), rooms(a=64, b=64)) == (range(6), range(6, 12))
-    assert split_layers(Topology((1, 1)), model(12, head=4 * GB), rooms(a=64, b=64)) == (range(8), range(8, 12))
+    assert split_layers(Topology((1, 1)), model(13), rooms(a=64, b=64)) == (range(7), range(7, 13))
+
+
+def test_a_head_does_not_unbalance_prompts():
+    """A token takes as long however layers are shared out, since it passes one stage after the other."""
+    assert split_layers(Topology((1, 1)), model(12, head=4 * GB), rooms(a=64, b=64)) == (range(6), range(6, 12))
+    assert split_layers(Topology((1, 1)), model(12, head=4 * GB), rooms(a=9, b=64)) == (range(7), range(7, 12))
+
+
+def test_of_splits_that_are_as_fast_for_prompts_the_fastest_for_tokens_is_taken():
+    """Of 5 layers, 3 on one host take as long for a chunk as 4 on the pair; a token is faster with more on the pair."""
+    wide = Topology((2, 1))
+    assert split_layers(wide, model(5), rooms(a=64, b=64, c=64)) == (range(4), range(4, 5))
 
 
 def test_a_wider_stage_has_more_layers():

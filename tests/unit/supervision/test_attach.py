@@ -7,16 +7,20 @@ import os
 import socket
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from phalanx.dist.frames import read_frame
 from phalanx.errors import ConfigError
+from phalanx.supervision import engine_connection
 from phalanx.supervision.attach import AttachedEngine
 from phalanx.supervision.fake_engine import FAKE_INFO
 from phalanx.supervision.wire import engine_codec
-from phalanx.types import Batch, ModelInfo, Ready
+from phalanx.types import Batch, EngineStats, ModelInfo, Pong, Ready
 
 
 @pytest.fixture
@@ -101,3 +105,33 @@ def test_a_leader_that_disconnects_is_lost_at_once_and_down_once_it_is_known_why
     asyncio.run(main())
     down, again = ("the engine disconnected", "restarting"), ("again", "restarting")
     assert told == [down, again, ("ready", "ready"), ("lost", "restarting"), down, again]
+
+
+def test_a_leader_that_tells_tokens_and_answers_no_ping_is_stuck(path, monkeypatch):
+    """As where one rank executes plans and withholds its report."""
+    now = [100.0]
+    monkeypatch.setattr(engine_connection, "PING_PERIOD_S", 0.01)
+    monkeypatch.setattr(engine_connection, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    engine = AttachedEngine(path, stall_s=60.0)
+    codec = engine_codec()
+
+    async def main() -> None:
+        await engine.start()
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(codec.encode(Ready(FAKE_INFO, 1)))
+        first = codec.decode(await read_frame(reader))
+        writer.write(codec.encode(Pong(first.nonce, EngineStats())))
+        second = codec.decode(await read_frame(reader))
+        for passed in range(4):
+            assert engine.state.phase == "ready" and engine.state.last_pong_age_s == 20 * passed
+            now[0] += 20
+            writer.write(codec.encode(Batch(passed, [])))
+            await asyncio.sleep(0.05)
+        while engine.state.phase == "ready":
+            await asyncio.sleep(0.001)
+        assert second.nonce != first.nonce
+        assert engine.state.reason == "the engine did not answer for 80 s"
+        writer.close()
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))

@@ -33,6 +33,9 @@ class LayerCosts:
 
     weights: tuple[int, ...]
     """Bytes of each layer's weights, as stored."""
+    elements: tuple[int, ...]
+    """Elements of each layer's weights, with which the arithmetic of a chunk grows. Experts count in full: most of them
+    are used by some token of a chunk."""
     before: int
     """Bytes that only the first stage reads besides its layers (an embedding)."""
     behind: int
@@ -47,17 +50,24 @@ Choice = Callable[[LayerCosts], tuple[int, int]]
 
 def costs(model: Module, found: LayerTrace) -> LayerCosts:
     """The costs of a model with whole weights."""
-    weights = [0] * len(found.places)
+    weights, elements = [0] * len(found.places), [0] * len(found.places)
+    bits = {name: module.bits for name, module in model.named_modules() if "scales" in module}
     ends = {BEFORE: 0, BEHIND: 0, BETWEEN: 0}
     for name, array in tree_flatten(model.parameters()):
         if name in found.layer_of:
-            weights[found.layer_of[name]] += array.nbytes
+            layer, (owner, _, own) = found.layer_of[name], name.rpartition(".")
+            weights[layer] += array.nbytes
+            if owner not in bits:
+                elements[layer] += array.size
+            elif own == "weight":
+                elements[layer] += array.nbytes * 8 // bits[owner]
             continue
         read = found.read[name]
         for end in read if read and BETWEEN not in read else (BETWEEN,):
             ends[end] += array.nbytes
     return LayerCosts(
         weights=tuple(weights),
+        elements=tuple(elements),
         before=ends[BEFORE],
         behind=ends[BEHIND],
         everywhere=ends[BETWEEN],

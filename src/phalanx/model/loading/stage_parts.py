@@ -18,10 +18,17 @@ from phalanx.model.loading.stage_cut import LayerCosts
 
 
 def parts_of(costs: LayerCosts) -> Parts:
-    """The parts of a model. A step's time grows with the bytes that it reads; it reads few of an embedding's."""
+    """The parts of a model.
+
+    A token's time grows with the bytes that it reads, few of them an embedding's. A chunk's time grows with its
+    arithmetic, in which the head has no part.
+    """
     return Parts(
         embedding=LayerCost(split=costs.before),
-        layers=tuple(LayerCost(split=weights, cost=weights) for weights in costs.weights),
+        layers=tuple(
+            LayerCost(split=weights, cost=weights, chunk_cost=elements)
+            for weights, elements in zip(costs.weights, costs.elements, strict=True)
+        ),
         head=LayerCost(split=costs.behind, cost=costs.behind),
         everywhere=LayerCost(split=0, whole=costs.everywhere),
     )
