@@ -1,6 +1,7 @@
 """One arena: the buffers of all layers for rows of one capacity, and the operations on its slots.
 
-Growing needs the memory of one extra layer, copying that of BATCH extra bytes (design: Ragged rows). MLX writes into a
+Growing needs the memory of one extra layer, copying that of BATCH extra bytes (design: Ragged rows); buffers that take
+memory by the page (`row_memory.py`) need not grow, and their rows move without copying. MLX writes into any other
 buffer in place only if nothing else refers to it, and unfinished work does refer to it: so everything that reads a
 buffer is evaluated before the buffer is written. Does not know models, nor decides which row gets which slot.
 """

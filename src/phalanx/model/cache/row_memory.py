@@ -24,11 +24,12 @@ def can_reserve(buffers: Iterable[tuple[Sequence[int], mx.Dtype]]) -> bool:
     """Whether the system gives address space for all buffers of these shapes together."""
     if (ops := install.operations()) is None:
         return False
+    regions: list[mx.array] = []
     try:
-        regions = [ops.reserve(list(shape), dtype) for shape, dtype in buffers]
+        regions.extend(ops.reserve(list(shape), dtype) for shape, dtype in buffers)
     except RuntimeError:
         return False
-    return regions is not None
+    return True
 
 
 def allocate(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
