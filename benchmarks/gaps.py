@@ -1,4 +1,4 @@
-"""How evenly streams come beside a long prompt: the gaps between tokens, and the speed that the streams keep.
+"""How evenly streams come: the gaps between tokens beside a long prompt, and while many streams grow together.
 
 What to expect. A step computes a chunk of the prompt and a token of every stream, one after the other, so the longest
 gap is a chunk and a step. Where decoding has its share of the time, streams keep about that share of their speed, and
@@ -8,6 +8,9 @@ Four streams run alone for a while; then one prompt is read beside them. Gaps co
 alone, shortly before, so that a busy machine counts in both; their speed behind the prompt shows what else than the
 prompt's chunks slows them. Then the prompt's like is read alone. With `--before`,
 another checkout's source (its folder `src`) takes turns with this one. The last line is one JSON object.
+
+With `--scene growing`, streams of a few tokens grow together and nothing else happens, so that a long gap is the
+engine's own: what a row's memory costs as it grows.
 
     python benchmarks/gaps.py "$(phalanx pull smollm2)" --before ../main/src
 """
@@ -37,7 +40,11 @@ ALONE_S = 4.0
 AFTER_S = 3.0
 MAX_TOKENS = 7500  # of a stream, which none should reach
 EDGES = (1.5, 2.0, 3.0, 4.0, 6.0)  # of the histogram, in medians alone
-FIGURES = ("p50", "p99", "longest", "speed", "speed_after", "prompt")
+FIGURES = {
+    "beside": ("p50", "p99", "longest", "speed", "speed_after", "prompt"),
+    "growing": ("median_ms", "p99", "longest", "longest_ms", "tokens_s"),
+}
+GROWING = 16  # streams
 
 
 def main() -> None:
@@ -50,10 +57,15 @@ def main() -> None:
             runs[name].append(figures)
             print(f"{name}: {json.dumps(figures)}", flush=True)
     medians = {
-        name: {figure: round(statistics.median(run[figure] for run in each), 2) for figure in FIGURES}
+        name: {figure: round(statistics.median(run[figure] for run in each), 2) for figure in FIGURES[options.scene]}
         for name, each in runs.items()
     }
-    print(json.dumps({"benchmark": "gaps", "streams": STREAMS, "tokens": options.tokens, **medians}))
+    streams = STREAMS if options.scene == "beside" else GROWING
+    print(
+        json.dumps(
+            {"benchmark": "gaps", "scene": options.scene, "streams": streams, "tokens": options.tokens, **medians}
+        )
+    )
 
 
 async def _serve(options: argparse.Namespace, source: Path | None, turn: int) -> dict[str, Any]:
@@ -63,6 +75,8 @@ async def _serve(options: argparse.Namespace, source: Path | None, turn: int) ->
     try:
         with phalanx(options.model, "--no-prefix-caching", *options.flags) as url:
             async with open_client(url) as client:
+                if options.scene == "growing":
+                    return await _grow(client, options.tokens)
                 await _read(client, options.tokens // 10, turn - 1000)  # an earlier request, from which speed is known
                 return await _measure(client, options.tokens, turn)
     finally:
@@ -105,9 +119,27 @@ async def _measure(client: httpx.AsyncClient, tokens: int, turn: int) -> dict[st
     }
 
 
-async def _stream(client: httpx.AsyncClient, number: int, arrivals: list[float]) -> None:
-    """Notes when each piece of a text without end comes."""
-    body = {**_body(f"Story {number}. Once upon a time there was a"), "max_tokens": MAX_TOKENS}
+async def _grow(client: httpx.AsyncClient, tokens: int) -> dict[str, Any]:
+    """Streams from their first token to one of so many, all of them at once."""
+    arrivals: list[list[float]] = [[] for _ in range(GROWING)]
+    await asyncio.gather(*(_stream(client, i, arrivals[i], tokens) for i in range(GROWING)))
+    begun, ended = max(each[0] for each in arrivals), min(each[-1] for each in arrivals)
+    gaps = _gaps(arrivals, begun, ended)
+    median = statistics.median(gaps)
+    ratios = [gap / median for gap in gaps]
+    return {
+        "median_ms": round(median * 1e3, 1),
+        "p99": round(percentile(ratios, 99), 2),
+        "longest": round(ratios[-1], 2),
+        "longest_ms": round(gaps[-1] * 1e3, 1),
+        "tokens_s": round(len(gaps) / (ended - begun), 1),
+        "histogram": _histogram(ratios),
+    }
+
+
+async def _stream(client: httpx.AsyncClient, number: int, arrivals: list[float], tokens: int = MAX_TOKENS) -> None:
+    """Notes when each piece of a text comes, by default of one without end."""
+    body = {**_body(f"Story {number}. Once upon a time there was a"), "max_tokens": tokens}
     await stream_chat(client, body, on_text=lambda _: arrivals.append(time.perf_counter()), path="/completions")
 
 
@@ -139,7 +171,8 @@ def _histogram(ratios: list[float]) -> dict[str, int]:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--tokens", type=int, default=6000, help="of the prompt")
+    parser.add_argument("--scene", choices=FIGURES, default="beside")
+    parser.add_argument("--tokens", type=int, default=6000, help="of the prompt, or that streams grow to")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--before", type=Path, metavar="SRC", help="folder `src` of another checkout")
     parser.add_argument("flags", nargs="*", help="of `phalanx serve`, behind --")

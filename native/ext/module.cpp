@@ -87,6 +87,13 @@ NB_MODULE(_ext, m) {
   m.def("peaks", &peaks, "x"_a, "stream"_a = nb::none());
   m.def("arg_partition", &arg_partition, "x"_a, "kth"_a, "stream"_a = nb::none());
   m.def("top_k", &top_k, "x"_a, "k"_a, "stream"_a = nb::none());
-  m.def("write_rows", &write_rows, "buffer"_a, "news"_a, "starts"_a, "first"_a, "slots"_a.none() = nb::none(),
+  m.def("reserve", [](const std::vector<int>& shape, mx::Dtype dtype) {
+    return Regions::get().reserve(mx::Shape(shape.begin(), shape.end()), dtype);
+  }, "shape"_a, "dtype"_a);
+  m.def("clear_row", [](const mx::array& region, int row) { Regions::get().clear(region, row); }, "region"_a, "row"_a);
+  m.def("swap_rows", [](const mx::array& region, int a, int b, int length) {
+    Regions::get().swap(region, a, b, length);
+  }, "region"_a, "a"_a, "b"_a, "length"_a);
+  m.def("write_rows", &write_rows, "region"_a, "news"_a, "starts"_a, "first"_a, "slots"_a.none() = nb::none(),
         "stream"_a = nb::none());
 }

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "layout.h"
+#include "rows.h"
 #include "mlx/distributed/primitives.h"
 
 namespace phalanx_cpu {
@@ -45,10 +46,9 @@ struct Recording {
     Arrays constants;                          // inputs, those that are not constant being anything
     std::vector<std::pair<int, int>> varying;  // input, number of the value
     std::vector<std::pair<mx::Shape, mx::Dtype>> outputs;
-    mx::Shape start, end;  // of what is written or read, at the least position
-    int axis = 0;          // that follows the position
-    bool slides = false;    // what is read: its beginning follows, too
-    bool scatters = false;  // what is written: each row has a place of its own, which is an input
+    mx::Shape start;      // of what is read, at the least position
+    int axis = 0;         // that follows the position
+    bool slides = false;  // what is read: its beginning follows, too
   };
 
   // A number that counts the position.
@@ -216,7 +216,7 @@ class Comparison {
   void plan(const mx::array& a, const mx::array& b) {
     if (recording_.nodes.empty()) recording_.stream = a.primitive().stream();
     if (a.primitive().stream() != recording_.stream) refuse("it computes on several streams");
-    Node node{Kind::kOperation, a.primitive_ptr(), a.inputs(), {}, {}, {}, {}, 0};
+    Node node{Kind::kOperation, a.primitive_ptr(), a.inputs(), {}, {}, {}};
     for (size_t i = 0; i < a.inputs().size(); i++) {
       const int value = number_.at(a.inputs()[i].id());
       if (value == kConstant) continue;
@@ -270,47 +270,33 @@ class Comparison {
     mx::Shape start, end, strides, other_start, other_end, other_strides;
     if (name == "KernWriteRows") {
       node.kind = Kind::kWrite;
-      node.scatters = true;
       version_of_[next_] = version->second;
-      if (!a.primitive().is_equivalent(b.primitive()) || a.inputs()[1].shape() != b.inputs()[1].shape())
-        refuse("keys are not written alike");
+      const auto &low = static_cast<const WriteRows&>(a.primitive()), &high = static_cast<const WriteRows&>(b.primitive());
+      if (!low.is_same(high, by_) || a.inputs()[1].shape() != b.inputs()[1].shape()) refuse("keys are not written alike");
       return true;
     }
-    if (name == "SliceUpdate") {
-      std::tie(std::ignore, start, end, strides) = static_cast<const mx::SliceUpdate&>(a.primitive()).state();
-      std::tie(std::ignore, other_start, other_end, other_strides) =
-          static_cast<const mx::SliceUpdate&>(b.primitive()).state();
-      node.kind = Kind::kWrite;
-      if (a.inputs()[1].dtype() != a.dtype() || node.outputs.size() != 1)
-        refuse("keys are converted as they are written");
-      version_of_[next_] = version->second;
-    } else if (name == "Slice") {
+    if (name == "Slice") {
       std::tie(start, end, strides) = static_cast<const mx::Slice&>(a.primitive()).state();
       std::tie(other_start, other_end, other_strides) = static_cast<const mx::Slice&>(b.primitive()).state();
       node.kind = Kind::kRead;
     } else {
       return false;
     }
-    const bool writes = node.kind == Kind::kWrite;
     node.axis = -1;
     for (size_t i = 0; i < start.size(); i++) {
       if (strides[i] != 1 || other_strides[i] != 1 || start[i] < 0) refuse("keys are not neighbours");
       const int more = other_end[i] - end[i], later = other_start[i] - start[i];
       if (more == 0 && later == 0) continue;
-      if (more != by_ || (later != by_ && (writes || later != 0)) || node.axis >= 0)
-        refuse("keys are not written and read up to the position");
+      if (more != by_ || (later != by_ && later != 0) || node.axis >= 0)
+        refuse("keys are not read up to the position");
       node.axis = static_cast<int>(i);
-      node.slides = !writes && later == by_;
+      node.slides = later == by_;
     }
-    if (node.axis < 0) refuse("keys are written or read at a fixed place");
+    if (node.axis < 0) refuse("keys are read at a fixed place");
     node.start = std::move(start);
-    node.end = std::move(end);
     mx::Shape expected = a.shape();
-    if (!writes && !node.slides) expected[node.axis] += by_;
+    if (!node.slides) expected[node.axis] += by_;
     if (b.shape() != expected) refuse("keys are not as long as the position says");
-    if (writes)
-      for (size_t i = 0; i < node.start.size(); i++)
-        if (a.inputs()[1].shape(static_cast<int>(i)) != node.end[i] - node.start[i]) refuse("keys are repeated");
     return true;
   }
 

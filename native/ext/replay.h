@@ -251,8 +251,9 @@ class Plan : public std::enable_shared_from_this<Plan> {
 
   Arrays prepare(const Node& node, const Arrays& in) {
     if (node.kind == Kind::kWrite) {
-      write(node, in);
-      return {in[0]};
+      Arrays out{in[0]};
+      pending_.push_back(dynamic_cast<const Native&>(*node.primitive).prepare(in, out, false));
+      return out;
     }
     if (node.kind == Kind::kRead) return {read(node, in[0])};
     if (is_view(*node.primitive)) {
@@ -297,22 +298,6 @@ class Plan : public std::enable_shared_from_this<Plan> {
     int64_t offset = 0;
     for (size_t i = 0; i < from.size(); i++) offset += from[i] * buffer.strides(static_cast<int>(i));
     return offset;
-  }
-
-  void write(const Node& node, const Arrays& in) {
-    const mx::array &buffer = in[0], &update = in[1];
-    if (node.scatters) {
-      Arrays out{buffer};
-      pending_.push_back(dynamic_cast<const Native&>(*node.primitive).prepare(in, out, false));
-      return;
-    }
-    const auto size = static_cast<int64_t>(buffer.itemsize());
-    const int64_t step = buffer.strides(node.axis) * size;
-    auto* start = static_cast<char*>(const_cast<void*>(data(buffer))) + first(buffer, node.start) * size;
-    pending_.push_back([to = start, step, from = static_cast<const char*>(data(update)), shape = update.shape(),
-                        places = buffer.strides(), strides = update.strides(), size](int by) {
-      copy_elements(to + by * step, from, shape, places, strides, static_cast<size_t>(size));
-    });
   }
 
   // A view with the length of the lowest position. It is never flagged contiguous, which is always safe.

@@ -163,7 +163,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     step: int = 0
     running: int = 0  # sequences that hold a row (gauge)
     waiting: int = 0  # sequences that wait for a row (gauge)
-    kv_bytes: int = 0  # allocated for rows (gauge)
+    kv_bytes: int = 0  # allocated for rows, or promised to them where they take memory by the page (gauge)
     kv_usage: float = 0.0  # kv_bytes / budget, 0..1 (gauge)
     prefix_bytes: int = 0  # gauge
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache

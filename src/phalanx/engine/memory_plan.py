@@ -16,11 +16,12 @@ from phalanx.engine.link import Link
 from phalanx.engine.speculation import DraftWeights
 from phalanx.environment import memory_guard_override_gb
 from phalanx.errors import MemoryShortage
-from phalanx.model.cache.layer_layout import CacheFacts, row_bytes
+from phalanx.model.cache.layer_layout import CacheFacts, buffer_shapes, page_tokens, row_bytes
+from phalanx.model.cache.row_memory import can_reserve, in_pages
 from phalanx.model.device_memory import read_memory
 from phalanx.model.loading import load
 from phalanx.model.model_limits import check_context
-from phalanx.sched.admission import GRANULE, KvLimits, max_row
+from phalanx.sched.admission import GRANULE, KvLimits, max_row, round_up
 
 log = logging.getLogger("phalanx.engine")
 
@@ -97,15 +98,31 @@ def plan_memory(
         least = min(range(link.size), key=lambda rank: budgets[rank].kv)
         whose = f" (rows of all stages; rank {least} on {hosts[least]} has the least for its layers)"
     _check_context(config, wanted, fits, budget.kv, whose, link.rank)
+    context = min(wanted, fits)
     limits = KvLimits(
         max_num_seqs=config.max_num_seqs,
-        max_model_len=min(wanted, fits),
+        max_model_len=context,
         kv_budget=budget.kv,
         bytes_per_token=whole.bytes_per_token,
         bytes_per_row=whole.bytes_per_row,
+        page_tokens=_page_tokens(config, facts, context, link),
     )
     draft_kv = 0 if draft is None else budget.kv * draft_bytes // whole.bytes_per_token
     return MemoryPlan(limits, budget, draft_kv)
+
+
+def _page_tokens(config: EngineConfig, facts: CacheFacts, context: int, link: Link) -> int:
+    """Tokens by which the memory of rows grows; 0 where some rank cannot reserve address space for them."""
+    reserved = can_reserve(buffer_shapes(facts.layouts, config.max_num_seqs, round_up(context)))
+    if in_pages() and not reserved:
+        log.warning(
+            "this host gives no address space for %d rows of %d tokens (ulimit -v, vm.overcommit_memory): rows share "
+            "buffers, which are copied when they grow",
+            config.max_num_seqs,
+            context,
+        )
+    of_ranks = link.share(page_tokens(facts.layouts) if reserved else 0)
+    return max(of_ranks) if all(of_ranks) else 0
 
 
 def wanted_context(config: EngineConfig, facts: CacheFacts) -> int:

@@ -73,7 +73,7 @@ def rank_stats(link: Link, mirror: Mirror, staged: StagedRunner) -> RankStats:
         steps=mirror.step,
         matches=mirror.matches,
         reductions=reducer.tally.reductions if reducer.checked else 0,
-        active_bytes=mx.get_active_memory(),
+        active_bytes=mx.get_active_memory() + staged.runner.uncounted_bytes,
         peak_bytes=mx.get_peak_memory(),
         rss_bytes=process_rss(),
     )

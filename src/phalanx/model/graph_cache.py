@@ -217,6 +217,7 @@ class GraphCache(Graphs):
             results += arena.arrays()
         finally:
             for leaf, (keys, values) in zip(leaves, buffers, strict=True):
+                leaf.close()
                 leaf.keys, leaf.values = keys, values
         if any(trace.used for trace in traces):
             raise ValueError("the model computes with the position")

@@ -14,6 +14,7 @@ from mlx.nn.layers.base import Module
 from phalanx.dist.reduce import Reducer
 from phalanx.errors import EngineError
 from phalanx.kernels import install
+from phalanx.model.cache import row_memory
 from phalanx.model.cache.buffers import ArenaBuffers, Snapshot
 from phalanx.model.cache.layer_layout import CacheFacts
 from phalanx.model.cache.row_view import RowView
@@ -27,6 +28,9 @@ from phalanx.sched.plan import Admit, Evict, Forward, Free, Move, Resize, Restor
 MAX_ASYNC_ROWS = 4
 """Rows of a forward that is dispatched before its plan exists. With more rows, one of them arrives or ends more often,
 so that the result is discarded; and the time saved is a smaller part of a step."""
+
+GIVEN_BACK_PER_STEP = 64 << 20
+"""Bytes that go back to the system before a step, of rows that have ended: 4 ms."""
 
 
 class Runner:
@@ -76,8 +80,13 @@ class Runner:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes allocated for rows now."""
+        """Bytes of memory that rows have now."""
         return sum(arena.nbytes for arena in self._arenas.values())
+
+    @property
+    def uncounted_bytes(self) -> int:
+        """Bytes of memory that rows have and MLX does not count."""
+        return self.kv_bytes if row_memory.in_pages() else 0
 
     @property
     def prefix_bytes(self) -> int:
@@ -87,6 +96,8 @@ class Runner:
     def begin(self, step: int) -> None:
         """A step begins: faults from now on are reported with its number."""
         self._step = step
+        for arena in self._arenas.values():
+            arena.give_back(GIVEN_BACK_PER_STEP)
         self._captured_before = self._graphs.captured
         self.reducer.begin(step)
 
@@ -252,6 +263,8 @@ class Runner:
         self._discard_in_flight()
         self._logits = self._touched = self._unjudged = None
         self._graphs.reset()
+        for arena in self._arenas.values():
+            arena.give_back()
         mx.clear_cache()
 
     def _view(self, arena: ArenaBuffers, start: int, kv_len: Sequence[int], length: int, sample: bool) -> RowView:
@@ -357,9 +370,7 @@ class Runner:
             case Share():
                 self._arena(op.src_arena).copy(op.src, self._arena(op.arena), op.slot, op.length)
             case Move():
-                source = self._arena(op.src_arena)
-                source.copy(op.src, self._arena(op.arena), op.dst)
-                source.free(op.src)
+                self._arena(op.src_arena).move(op.src, self._arena(op.arena), op.dst)
             case Swap():
                 self._arena(op.arena).swap(op.a, op.b)
             case Store():

@@ -1,9 +1,9 @@
-"""Whether a row may have this much KV memory. The one place that spends the KV budget.
+"""Whether a row may have this much KV memory, where rows live in arenas. The one place that spends the KV budget there.
 
 A buffer costs rows x capacity, so the budget counts what is really allocated, not the sum of row lengths (design:
 Ragged rows). Short rows share arena 0, whose capacity never exceeds `long_threshold`; longer ones share arena 1. The
 threshold is chosen so that a full arena 0 takes at most half of the budget. With row groups, each has these two arenas.
-Does not know which row comes first (`scheduler.py`).
+Does not know which row comes first (`scheduler.py`), nor rows that take memory by the page (`page_admission.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class KvLimits(Struct, frozen=True, kw_only=True):
     kv_budget: int  # bytes
     bytes_per_token: int
     bytes_per_row: int = 0  # recurrent state
+    page_tokens: int = 0  # tokens by which the memory of a row grows; 0: rows live in arenas, which grow as a whole
     row_groups: int = 1  # sets of rows that decode in plans of their own: as many plans with them can be in flight
 
     @property
@@ -36,8 +37,8 @@ class KvLimits(Struct, frozen=True, kw_only=True):
 
     @property
     def n_arenas(self) -> int:
-        """Two for each row group where rows can be longer than the threshold, else one."""
-        return self.row_groups * (2 if self.max_model_len > self.long_threshold else 1)
+        """Two for each row group where rows live in arenas and can be longer than the threshold, else one."""
+        return self.row_groups * (2 if not self.page_tokens and self.max_model_len > self.long_threshold else 1)
 
 
 def round_up(tokens: int) -> int:
@@ -119,7 +120,18 @@ class Admission:
                 return True
         return self._shrink_others(arena) and self.reserve(arena, rows, tokens)
 
-    def widen(self, arena: Arena, tokens: int) -> None:
+    def draft_room(self, arena: Arena, wanted: int) -> int:
+        """Tokens that every row of the arena can take beyond its known ones, `wanted` at most. Changes state: takes
+        memory for them where it is free."""
+        longest = max(len(row.tokens) for row in arena.rows)
+        self._widen(arena, longest + wanted)
+        return max(0, min(wanted, arena.capacity - longest))
+
+    def settle(self) -> None:
+        """Free what no row is left to use. Changes state."""
+        self.layout.free_empty()
+
+    def _widen(self, arena: Arena, tokens: int) -> None:
         """Give the arena's rows more room, as far as memory is free and rows may be so long. Changes state.
 
         Tries a generous size first, as `reserve` does.

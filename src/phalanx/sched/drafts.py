@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from phalanx.sched.admission import Admission
-from phalanx.sched.arena import Arena, ArenaLayout
+from phalanx.sched.arena import ArenaLayout
+from phalanx.sched.page_admission import PageAdmission
 from phalanx.sched.sequence import Sequence
 
 Drafts = Mapping[int, Seq[int]]
@@ -31,7 +32,7 @@ def useful_drafts(seq: Sequence) -> int:
 
 
 def fit_drafts(
-    layout: ArenaLayout, admission: Admission, drafts: Drafts, max_tokens: int
+    layout: ArenaLayout, admission: Admission | PageAdmission, drafts: Drafts, max_tokens: int
 ) -> dict[int, tuple[int, ...]]:
     """The drafts of decoding rows, cut to what this step can feed; grows arenas where memory is free.
 
@@ -51,15 +52,7 @@ def fit_drafts(
             for row in arena.rows[: arena.n_decoding]
             if row.number in drafts
         }
-        room = _room(arena, admission, max(map(len, wanted.values()), default=0))
+        most = max(map(len, wanted.values()), default=0)
+        room = admission.draft_room(arena, most) if most else 0
         fitted.update((number, cut) for number, tokens in wanted.items() if (cut := tokens[:room]))
     return fitted
-
-
-def _room(arena: Arena, admission: Admission, wanted: int) -> int:
-    """Tokens that every row of the arena can take beyond its known ones, `wanted` at most."""
-    if not wanted:
-        return 0
-    longest = max(len(row.tokens) for row in arena.rows)
-    admission.widen(arena, longest + wanted)
-    return max(0, min(wanted, arena.capacity - longest))

@@ -5,7 +5,8 @@ the KV buffers, and which rectangular forwards run. Ranks decide nothing (design
 arrays.
 
 Rows live in *arenas*. An arena is one set of KV buffers `[rows, heads, capacity, head_dim]` per layer; all its rows
-share one capacity. Arena 0 holds short rows, arena 1 long ones, so that one long prompt does not inflate every row.
+share one capacity. Where rows take memory by the page there is one, as long as the context. Elsewhere arena 0 holds
+short rows, arena 1 long ones, so that one long prompt does not inflate every row.
 A *slot* is a row's index inside its arena; decoding rows are slots `[0, D)`, prefilling rows `[D, D + P)`.
 """
 

@@ -14,11 +14,12 @@ from types import MappingProxyType
 
 from msgspec import Struct
 
-from phalanx.sched.admission import Admission, KvLimits
+from phalanx.sched.admission import KvLimits
 from phalanx.sched.arena import ArenaLayout
 from phalanx.sched.commit import commit_chunk
 from phalanx.sched.drafts import Drafts, fit_drafts, useful_drafts
 from phalanx.sched.forwards import decode_forwards, prefill_forwards
+from phalanx.sched.page_admission import admission_for
 from phalanx.sched.plan import Commit, Evict, Forward, Restore, Share, Step, Store
 from phalanx.sched.prefill_budget import PrefillBounds, PrefillBudget, share_out
 from phalanx.sched.prefix import BLOCK, PrefixIndex, live_prefix
@@ -58,13 +59,11 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.layout = ArenaLayout(config.limits.n_arenas, config.limits.row_groups)
-        self.admission = Admission(config.limits, self.layout)
+        limits = config.limits
+        self.layout = ArenaLayout(limits.n_arenas, limits.row_groups)
+        self.admission = admission_for(limits, self.layout)
         self.prefix = PrefixIndex(
-            config.prefix_budget,
-            config.limits.bytes_per_token,
-            config.limits.bytes_per_row,
-            whole_only=config.recurrent,
+            config.prefix_budget, limits.bytes_per_token, limits.bytes_per_row, whole_only=config.recurrent
         )
         self.prefill_budget = PrefillBudget(config.prefill, config.target_step_s, config.decode_share)
         self.counters = Counters()
@@ -156,7 +155,7 @@ class Scheduler:
         short = self._grow()
         if not short:
             self._admit(now, held)
-        self.layout.free_empty()
+        self.admission.settle()
         group = self.layout.next_group(self._decoded, short)
         rows = self.layout.decoding(group)
         most = min(self.config.prefill.most, self.config.max_logits)

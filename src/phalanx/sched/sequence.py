@@ -59,6 +59,7 @@ class Sequence:
         self.crc = 0  # over the tokens committed since the row was admitted, as the mirrors see them
         self.arena = -1
         self.slot = -1  # -1: waiting
+        self.room = 0  # tokens that memory is promised for, where rows take it by the page
         self.decoding = False  # slot lies in the arena's decoding prefix
         self.arrived = now
         self.deadline = None if request.timeout_s is None else now + request.timeout_s
@@ -92,6 +93,7 @@ class Sequence:
     def unplace(self) -> None:
         """The sequence has no row any more, so that all its known tokens must be computed again."""
         self.arena = self.slot = -1
+        self.room = 0
         self.decoding = False
         self.kv_len = 0
         self.crc = 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, cast
 
+import mlx.core as mx
 import pytest
 
 from phalanx.config import EngineConfig
@@ -13,6 +15,7 @@ from phalanx.engine.memory_plan import _in_whole_model, plan_memory
 from phalanx.engine.stages import _rooms, _Spot
 from phalanx.errors import MemoryShortage
 from phalanx.memory import MemoryBudget
+from phalanx.model.cache.layer_layout import Heads, KvLayout, StateLayout, page_tokens
 
 
 def facts(per_token: int, per_row: int) -> Any:
@@ -59,3 +62,40 @@ def test_a_context_that_does_not_fit_names_the_rank_with_the_least(monkeypatch: 
     config = EngineConfig(model="m", max_model_len=1024)
     with pytest.raises(MemoryShortage, match=r"--max-model-len 1024 .*rank 1 on right has the least.*\(512 tokens\)"):
         plan_memory(config, own, facts(100, 0), None, 0, cast(Any, TwoStages()), 1)
+
+
+KEYS = KvLayout(Heads(4, 64, mx.bfloat16), Heads(4, 64, mx.bfloat16), None)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "expected"),
+    [(True, 64, 64), (True, 16, 32), (True, 0, 0), (False, 32, 0)],
+)
+def test_rows_take_memory_by_the_page_where_all_ranks_can_reserve(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, here: bool, there: int, expected: int
+) -> None:
+    """In steps of the rank with the largest; a rank whose host gives no address space says so."""
+    asked: list[tuple[tuple[int, ...], mx.Dtype]] = []
+
+    def can_reserve(buffers: Iterable[tuple[tuple[int, ...], mx.Dtype]]) -> bool:
+        asked.extend(buffers)
+        return here
+
+    monkeypatch.setattr(memory_plan, "can_reserve", can_reserve)
+    monkeypatch.setattr(memory_plan, "in_pages", lambda: True)
+    link = cast(Any, SimpleNamespace(share=lambda value: [value, there]))
+    own = cast(Any, SimpleNamespace(layouts=(KEYS, KEYS)))
+    found = memory_plan._page_tokens(EngineConfig(model="m", max_num_seqs=8), own, 1000, link)
+    assert found == expected and asked == [((8, 4, 1024, 64), mx.bfloat16)] * 4
+    said = "gives no address space for 8 rows of 1000 tokens (ulimit -v"
+    assert (said in caplog.text) is (not here)
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "tokens"),
+    [(64, mx.float32, 16), (128, mx.bfloat16, 16), (576, mx.float32, 2), (4096, mx.float32, 1), (1, mx.float16, 256)],
+)
+def test_memory_grows_by_the_tokens_of_a_page(dim: int, dtype: mx.Dtype, tokens: int) -> None:
+    wide = Heads(1, 1024, mx.float32)
+    assert page_tokens([KvLayout(wide, Heads(2, dim, dtype), None)]) == tokens
+    assert page_tokens([KvLayout(None, None, None), StateLayout((((3,), mx.float32),))]) == 1

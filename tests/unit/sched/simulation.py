@@ -214,6 +214,7 @@ def make_config(**more) -> SchedulerConfig:
         kv_budget=more.pop("kv_budget", 1 << 20),
         bytes_per_token=more.pop("bytes_per_token", 16),
         bytes_per_row=more.pop("bytes_per_row", 0),
+        page_tokens=more.pop("page_tokens", 0),
     )
     prefill = PrefillBounds(more.pop("first_chunk", 64), more.pop("max_num_batched_tokens", 64))
     defaults = {"prefill": prefill, "target_step_s": 1.0, "decode_share": 0.5, "prefix_budget": 1 << 18}

@@ -40,6 +40,7 @@ class Story:
             recurrent=recurrent,
             bytes_per_row=8 if recurrent else 0,
             pack_above=rnd.choice((None, 4)),
+            page_tokens=rnd.choice((0, 16)),
         )
         limits = replace(config.limits, row_groups=rnd.choice((1, self.topology.n_stages, self.topology.n_stages)))
         self.config = replace(config, limits=limits)

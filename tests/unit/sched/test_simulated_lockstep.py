@@ -36,8 +36,9 @@ class Conversation(RuleBasedStateMachine):
         kv_rows=st.sampled_from((3, 8, 64)),
         prefix=st.sampled_from((0, 1 << 12, 1 << 18)),
         drafter=st.sampled_from((None, 1, 2)),
+        page_tokens=st.sampled_from((0, 16)),
     )
-    def start(self, rows: int, batched: int, kv_rows: int, prefix: int, drafter: int | None) -> None:
+    def start(self, rows: int, batched: int, kv_rows: int, prefix: int, drafter: int | None, page_tokens: int) -> None:
         self.draft = None if drafter is None else half_right(drafter)
         self.config = make_config(
             max_num_seqs=rows,
@@ -46,6 +47,7 @@ class Conversation(RuleBasedStateMachine):
             kv_budget=kv_rows * 512 * 16,
             max_model_len=512,
             prefix_budget=prefix,
+            page_tokens=page_tokens,
         )
         self.play = Play(VOCAB, longest_prompt=200, longest_answer=60)
         self.outputs: dict[str, list[int]] = {}

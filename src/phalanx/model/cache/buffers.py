@@ -1,18 +1,21 @@
 """One arena: the buffers of all layers for rows of one capacity, and the operations on its slots.
 
-Growing needs the memory of one extra layer, copying that of BATCH extra bytes (design: Ragged rows). MLX writes into a
+Growing needs the memory of one extra layer, copying that of BATCH extra bytes (design: Ragged rows); buffers that take
+memory by the page (`row_memory.py`) need not grow, and their rows move without copying. MLX writes into any other
 buffer in place only if nothing else refers to it, and unfinished work does refer to it: so everything that reads a
 buffer is evaluated before the buffer is written. Does not know models, nor decides which row gets which slot.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from phalanx.errors import EngineError
+from phalanx.model.cache import row_memory
 from phalanx.model.cache.layer_layout import KvLayout, Layout
 from phalanx.model.cache.ragged_cache import Leaf, StateRows, build
 from phalanx.model.cache.row_view import RowView
@@ -45,10 +48,13 @@ class ArenaBuffers:
         self._live: list[bool] = []  # by slot: holds a row
         self._extent: list[int] = []  # by slot: tokens that may differ from zero
         self._length: list[int] = []  # by slot: tokens in the recurrent state
+        self._given_back: list[int] = []  # by slot: leaves whose memory has been given back, if its row has ended
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
+        """Bytes of memory that rows have: of pages those that were written to, up to a page for each head."""
+        if row_memory.in_pages():
+            return sum(leaf.row_bytes(extent) for leaf in self.leaves for extent in self._extent if extent)
         return sum(array.nbytes for array in self.arrays())
 
     def arrays(self) -> list[mx.array]:
@@ -69,6 +75,7 @@ class ArenaBuffers:
         self._live = [slot in live for slot in range(rows)]
         self._extent = [min(self._extent[slot], length) if slot in live else 0 for slot in range(rows)]
         self._length = [self._length[slot] if slot in live else 0 for slot in range(rows)]
+        self._given_back = [0] * rows
         self.rows, self.capacity = rows, capacity
 
     def admit(self, slot: int) -> None:
@@ -78,9 +85,22 @@ class ArenaBuffers:
         self._live[slot] = True
 
     def free(self, slot: int) -> None:
-        """Free the slot. Its tokens are cleared when the next row takes it."""
+        """Free the slot. Its tokens are cleared by `give_back`, at the latest when the next row takes it."""
         self._check(slot)
         self._live[slot] = False
+
+    def give_back(self, most: float = math.inf) -> None:
+        """Give memory of rows that have ended back to the system, until about `most` bytes were given. Changes
+        nothing where buffers are not made of pages."""
+        ended = [slot for slot, live in enumerate(self._live) if not live and self._extent[slot]]
+        for slot in ended if row_memory.in_pages() else ():
+            for leaf in self.leaves[self._given_back[slot] :]:
+                if most <= 0:
+                    return
+                leaf.zero(slot, self._extent[slot])
+                self._given_back[slot] += 1
+                most -= leaf.row_bytes(self._extent[slot])
+            self._clear(slot)
 
     def save(self, slot: int, length: int) -> Snapshot:
         """Copy the first `length` tokens of a row. A recurrent row can be copied only at its own length."""
@@ -119,11 +139,31 @@ class ArenaBuffers:
                 target.leaves[i].paste(dst, row, written)
             mx.eval([target.leaves[i].arrays() for i in leaves])
 
+    def move(self, src: int, target: ArenaBuffers, dst: int) -> None:
+        """A row goes to a free slot of an arena, maybe this one."""
+        self._check_live(src)
+        if target is self and row_memory.in_pages():
+            self.swap(src, dst)
+            return
+        self.copy(src, target, dst)
+        self.free(src)
+
     def swap(self, a: int, b: int) -> None:
-        """Exchange two rows."""
+        """Exchange two rows, of which one may have ended: by their pages, or through copies."""
         self._check(a)
         self._check(b)
         length = max(self._extent[a], self._extent[b])
+        if row_memory.in_pages():
+            mx.eval(regions := self.arrays())
+            for region in regions:
+                row_memory.swap(region, a, b, length)
+        else:
+            self._swap_copies(a, b, length)
+        by_slot: list[list[Any]] = [self._live, self._extent, self._length, self._given_back]
+        for values in by_slot:
+            values[a], values[b] = values[b], values[a]
+
+    def _swap_copies(self, a: int, b: int, length: int) -> None:
         for leaves in self._batches(2 * length):
             rows = [(self.leaves[i].copied(a, length), self.leaves[i].copied(b, length)) for i in leaves]
             mx.eval(rows)
@@ -131,9 +171,6 @@ class ArenaBuffers:
                 self.leaves[i].paste(a, theirs, length)
                 self.leaves[i].paste(b, mine, length)
             mx.eval([self.leaves[i].arrays() for i in leaves])
-        self._live[a], self._live[b] = self._live[b], self._live[a]
-        self._extent[a], self._extent[b] = self._extent[b], self._extent[a]
-        self._length[a], self._length[b] = self._length[b], self._length[a]
 
     def open(self, view: RowView, lengths: Sequence[int]) -> None:
         """Prepare all layers for one model call; `lengths` are the rows' lengths after it."""
@@ -150,9 +187,9 @@ class ArenaBuffers:
         self.reach(view)
 
     def reach(self, view: RowView) -> None:
-        """Record that a forward over this view writes its rows up to `view.need` tokens."""
-        for slot in range(view.start, view.stop):
-            self._extent[slot] = max(self._extent[slot], view.need)
+        """Record that a forward over this view writes its rows."""
+        for slot, end in enumerate(view.ends, view.start):
+            self._extent[slot] = max(self._extent[slot], end)
 
     def resume(self, view: RowView) -> None:
         """Set all layers to this view, which `open` prepared before another view was opened."""
@@ -199,10 +236,11 @@ class ArenaBuffers:
 
     def _clear(self, slot: int) -> None:
         if self._extent[slot]:
-            for leaf in self.leaves:
+            mx.eval(self.arrays())
+            for leaf in self.leaves[self._given_back[slot] :]:
                 leaf.zero(slot, self._extent[slot])
             mx.eval(self.arrays())
-        self._extent[slot] = self._length[slot] = 0
+        self._extent[slot] = self._length[slot] = self._given_back[slot] = 0
 
     def _check(self, slot: int) -> None:
         if not 0 <= slot < self.rows:

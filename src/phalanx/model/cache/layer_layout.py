@@ -14,6 +14,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList
 
+from phalanx.sched.admission import GRANULE
+
+PAGE = 4096  # bytes
+
 
 @dataclass(frozen=True)
 class Heads:
@@ -108,6 +112,22 @@ def bytes_per_token(layouts: Sequence[Layout]) -> int:
     """Bytes of one token of one row, in all layers."""
     kv = [leaf for leaf in leaves(layouts) if isinstance(leaf, KvLayout)]
     return sum(heads.nbytes for leaf in kv for heads in (leaf.keys, leaf.values) if heads is not None)
+
+
+def page_tokens(layouts: Sequence[Layout]) -> int:
+    """Tokens by which a row's memory grows, where it takes memory by the page: a power of two, GRANULE at most."""
+    kv = [leaf for leaf in leaves(layouts) if isinstance(leaf, KvLayout)]
+    least = min((h.dim * h.dtype.size for leaf in kv for h in (leaf.keys, leaf.values) if h and h.dim), default=PAGE)
+    return int(min(GRANULE, 1 << max(0, -(-PAGE // least) - 1).bit_length()))
+
+
+def buffer_shapes(layouts: Sequence[Layout], rows: int, capacity: int) -> Iterator[tuple[tuple[int, ...], mx.Dtype]]:
+    """Shape and dtype of every buffer of `rows` rows of `capacity` tokens."""
+    for leaf in leaves(layouts):
+        if isinstance(leaf, StateLayout):
+            yield from (((rows, 1, 1, math.prod(entry[0])), entry[1]) for entry in leaf.entries if entry is not None)
+        else:
+            yield from (((rows, h.heads, capacity, h.dim), h.dtype) for h in (leaf.keys, leaf.values) if h and h.dim)
 
 
 def row_bytes(layouts: Sequence[Layout], dtype: mx.Dtype) -> int:

@@ -17,6 +17,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from phalanx.errors import EngineError
+from phalanx.model.cache import row_memory
 from phalanx.model.cache.layer_layout import GroupLayout, Heads, KvLayout, Layout, StateLayout
 from phalanx.model.cache.row_view import Mask, RowView
 
@@ -36,6 +37,7 @@ class RaggedKV:
         self.values: mx.array | None = None
         self.offset: int | mx.array = 0
         self._view: RowView | None = None
+        self._written: tuple[mx.array | None, mx.array | None] | None = None  # in this forward
 
     # Called by models ------------------------------------------------------------------------------------------
 
@@ -45,6 +47,7 @@ class RaggedKV:
         self.keys = view.write(self._allocated(self.keys), keys)
         if values.shape[-1]:
             self.values = view.write(self._allocated(self.values), values)
+        self._written = self.keys, self.values
         self.offset = view.after
         view.start_early(self._allocated(self.keys))
         return self.keys_and_values()
@@ -80,8 +83,10 @@ class RaggedKV:
         self.offset = view.offset
 
     def close(self) -> None:
-        """End the forward."""
-        self._view = None
+        """End the forward. What was written stays, whatever the model assigned in its place."""
+        if self._written is not None:
+            self.keys, self.values = self._written
+        self._view = self._written = None
 
     def allocate(self, rows: int, capacity: int, kept: Sequence[int], length: int) -> None:
         """Allocate new zeroed buffers and copy the first `length` tokens of the slots `kept`; evaluated."""
@@ -101,7 +106,7 @@ class RaggedKV:
     def zero(self, slot: int, length: int) -> None:
         """Clear the first `length` tokens of a slot."""
         for buffer in self.arrays():
-            buffer[slot : slot + 1, :, :length] = mx.array(0, buffer.dtype)
+            row_memory.clear(buffer, slot, length)
 
     def copied(self, slot: int, length: int) -> list[mx.array]:
         """Copies of the first `length` tokens of a slot, one per buffer, to be evaluated before the next write."""
@@ -110,7 +115,7 @@ class RaggedKV:
     def paste(self, slot: int, parts: Sequence[mx.array], length: int) -> None:
         """Write the first `length` tokens of copies from `copied` into a slot."""
         for buffer, part in zip(self.arrays(), parts, strict=True):
-            buffer[slot : slot + 1, :, :length] = part[:, :, :length]
+            row_memory.write(buffer, part[:, :, :length], slot)
 
     def _current(self) -> RowView:
         if self._view is None:
@@ -126,7 +131,7 @@ class RaggedKV:
 
 
 class StateRows(ArraysCache):  # type: ignore[misc]
-    """Recurrent state of one layer for all rows of an arena: per entry `[rows, ...]`. Cannot roll back.
+    """Recurrent state of one layer for all rows of an arena: per entry `[rows, 1, 1, size]`. Cannot roll back.
 
     A subclass, because models test `isinstance(cache, ArraysCache)`. During a forward `cache` holds the
     state of the forward's rows (None for a row without tokens, as in mlx-lm). Afterwards the new state is written back.
@@ -144,7 +149,11 @@ class StateRows(ArraysCache):  # type: ignore[misc]
         self._store()
         self._view = view
         fresh = view.need == view.length
-        self.cache = [None if fresh or b is None else b[view.start : view.stop] for b in self.buffers]
+        rows = slice(view.start, view.stop)
+        self.cache = [
+            None if fresh or b is None or entry is None else b[rows].reshape(-1, *entry[0])
+            for b, entry in zip(self.buffers, self.layout.entries, strict=True)
+        ]
 
     def close(self) -> None:
         """End the forward: keep the new state, to be written back after it has been evaluated.
@@ -153,11 +162,11 @@ class StateRows(ArraysCache):  # type: ignore[misc]
         """
         if self._view is None:
             return
-        for buffer, new in zip(self.buffers, self.cache, strict=True):
-            if buffer is None or new is None:
+        for buffer, entry, new in zip(self.buffers, self.layout.entries, self.cache, strict=True):
+            if buffer is None or entry is None or new is None:
                 continue
-            if new.shape[1:] != buffer.shape[1:]:
-                raise EngineError(f"Recurrent state changed its shape from {buffer.shape[1:]} to {new.shape[1:]}.")
+            if new.shape[1:] != entry[0]:
+                raise EngineError(f"Recurrent state changed its shape from {entry[0]} to {new.shape[1:]}.")
             self._pending.append((self._view, buffer, new))
         self.cache = [None] * len(self.buffers)
         self._view = None
@@ -176,7 +185,7 @@ class StateRows(ArraysCache):  # type: ignore[misc]
 
     def _store(self) -> None:
         for view, buffer, new in self._pending:
-            buffer[view.start : view.stop] = new
+            row_memory.write(buffer, new.reshape(new.shape[0], 1, 1, -1), view.start)
         self._pending = []
 
     def allocate(self, rows: int, capacity: int, kept: Sequence[int], length: int) -> None:
@@ -185,12 +194,11 @@ class StateRows(ArraysCache):  # type: ignore[misc]
         for i, entry in enumerate(self.layout.entries):
             if entry is None:
                 continue
-            new = mx.zeros((rows, *entry[0]), entry[1]) if rows else None
+            new = row_memory.allocate((rows, 1, 1, math.prod(entry[0])), entry[1]) if rows else None
             old = self.buffers[i]
             if new is not None and old is not None:
                 for slot in kept:
-                    new[slot : slot + 1] = old[slot : slot + 1]
-            if new is not None:
+                    row_memory.write(new, old[slot : slot + 1], slot)
                 mx.eval(new)
             self.buffers[i] = new
 
@@ -202,7 +210,7 @@ class StateRows(ArraysCache):  # type: ignore[misc]
     def zero(self, slot: int, length: int) -> None:
         """Clear a slot."""
         for buffer in self.arrays():
-            buffer[slot : slot + 1] = mx.array(0, buffer.dtype)
+            row_memory.clear(buffer, slot, 1)
 
     def copied(self, slot: int, length: int) -> list[mx.array]:
         """Copies of a slot's state, one per buffer, to be evaluated before the next write."""
@@ -211,7 +219,7 @@ class StateRows(ArraysCache):  # type: ignore[misc]
     def paste(self, slot: int, parts: Sequence[mx.array], length: int) -> None:
         """Write copies from `copied` into a slot."""
         for buffer, part in zip(self.arrays(), parts, strict=True):
-            buffer[slot : slot + 1] = part
+            row_memory.write(buffer, part, slot)
 
 
 Leaf = RaggedKV | StateRows
@@ -240,11 +248,11 @@ def _reallocated(
 ) -> mx.array | None:
     if heads is None or rows == 0:
         return None
-    new = mx.zeros((rows, heads.heads, capacity, heads.dim), heads.dtype)
+    new = row_memory.allocate((rows, heads.heads, capacity, heads.dim), heads.dtype)
     if old is not None and length:
         for first, last in _runs(kept):
-            new[first:last, :, :length] = old[first:last, :, :length]
-    mx.eval(new)
+            row_memory.write(new, old[first:last, :, :length], first)
+        mx.eval(new)
     return new
 
 

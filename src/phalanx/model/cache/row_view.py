@@ -52,7 +52,10 @@ class RowView:
         self.stop = start + len(kv_len)
         self.length = length
         self.shortest = min(kv_len)
-        self.need = max(kv_len) + length  # S: keys a query may see
+        self.ends = [n + length for n in kv_len]  # of each row: tokens after the forward, padding included
+        if packed is not None:
+            self.ends = [n + fed for n, fed in zip(kv_len, packed, strict=True)]
+        self.need = max(self.ends)  # S: keys a query may see
         self.uniform = self.need == self.shortest + length and not ragged and packed is None
         self.offset: int | mx.array = self.shortest
         self.after: int | mx.array = self.need
@@ -65,7 +68,6 @@ class RowView:
         self.slots: mx.array | None = None
         """The slot of each packed token, counted from `start`: int32 `[tokens]`. None if not packed."""
         if packed is not None:
-            self.need = max(n + fed for n, fed in zip(kv_len, packed, strict=True))
             before = [n + i for n, fed in zip(kv_len, packed, strict=True) for i in range(fed)]
             self.slots = mx.array([slot for slot, fed in enumerate(packed) for _ in range(fed)], dtype=mx.int32)
             self.give(mx.array(before, dtype=mx.int32), mx.array([n + 1 for n in before], dtype=mx.int32))
@@ -88,12 +90,14 @@ class RowView:
         return traces
 
     def write(self, buffer: mx.array, new: mx.array) -> mx.array:
-        """Write `new` [rows, heads, L, dim] at each row's length; in place if nothing else refers to the buffer."""
+        """Write `new` [rows, heads, L, dim] at each row's length; in place if nothing else refers to the buffer. The
+        native operation (`row_memory.py`) writes in place in any case."""
+        if (ops := install.operations()) is not None:
+            starts = self.shortest if self.uniform else self.lengths[0]
+            return ops.write_rows(buffer, new, starts, self.start, slots=self.slots)
         if self.uniform:
             buffer[self.start : self.stop, :, self.shortest : self.need] = new
             return buffer
-        if (ops := install.operations()) is not None:
-            return ops.write_rows(buffer, new, self.lengths[0], self.start, slots=self.slots)
         slots = mx.arange(self.start, self.stop, dtype=mx.int32)[:, None]  # [rows, 1]
         buffer[slots, :, self._positions()] = new.swapaxes(1, 2)
         return buffer

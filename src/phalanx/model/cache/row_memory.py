@@ -1,0 +1,69 @@
+"""The memory of rows: buffers `[rows, heads, tokens, dim]`, and how they are allocated, written, cleared and exchanged.
+
+With the native kernels a buffer is a region: address space, reserved once. A page becomes memory when a token is
+written to it, a row that ends gives its pages back, and rows change places by their pages (`native/ext/region.h`). MLX
+never writes to a region, because it would copy all of it in silence; a native operation writes in place, or raises.
+Without them a buffer is an array of MLX's, all of it memory. Does not know what rows hold, nor which there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import mlx.core as mx
+
+from phalanx.kernels import install
+
+
+def in_pages() -> bool:
+    """Whether buffers are regions."""
+    return install.operations() is not None
+
+
+def can_reserve(buffers: Iterable[tuple[Sequence[int], mx.Dtype]]) -> bool:
+    """Whether the system gives address space for all buffers of these shapes together."""
+    if (ops := install.operations()) is None:
+        return False
+    regions: list[mx.array] = []
+    try:
+        regions.extend(ops.reserve(list(shape), dtype) for shape, dtype in buffers)
+    except RuntimeError:
+        return False
+    return True
+
+
+def allocate(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
+    """A buffer of zeros, evaluated.
+
+    Raises:
+        RuntimeError: the system does not give as much address space.
+    """
+    if (ops := install.operations()) is not None:
+        return ops.reserve(list(shape), dtype)
+    zeros = mx.zeros(shape, dtype)
+    mx.eval(zeros)
+    return zeros
+
+
+def write(buffer: mx.array, new: mx.array, first: int) -> None:
+    """Write `new` [n, heads, L, dim] to the first tokens of rows `[first, first + n)`. A region is written at once,
+    another buffer when it is evaluated: in place if nothing else refers to it."""
+    if (ops := install.operations()) is not None:
+        mx.eval(ops.write_rows(buffer, new, 0, first))
+    else:
+        buffer[first : first + new.shape[0], :, : new.shape[2]] = new
+
+
+def clear(buffer: mx.array, row: int, length: int) -> None:
+    """Zero a row, of which the first `length` tokens were written; in a region, all of its pages go back."""
+    if (ops := install.operations()) is not None:
+        ops.clear_row(buffer, row)
+    else:
+        buffer[row : row + 1, :, :length] = mx.array(0, buffer.dtype)
+
+
+def swap(region: mx.array, a: int, b: int, length: int) -> None:
+    """Exchange two rows of a region, evaluated, of which the first `length` tokens were written."""
+    ops = install.operations()
+    assert ops is not None, "MLX's arrays have no pages"
+    ops.swap_rows(region, a, b, length)
