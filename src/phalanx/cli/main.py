@@ -27,6 +27,7 @@ COMMANDS = {
     "chat": "Talk to a model, or to a running server, in this terminal.",
     "launch": "Start a coding agent that works with a server of phalanx.",
     "demo": "Serve a small model, ask it three things, and kill a rank meanwhile.",
+    "plan": "What fits on which hosts, and how fast it will be, before anything is loaded.",
     "selftest": "Test a group of ranks: sums, speed, equal tokens, memory.",
     "install": "Bring phalanx to hosts through ssh; --upgrade, --rollback.",
     "uninstall": "Delete phalanx on hosts.",
