@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.markup import escape
 
+from phalanx.cli.auto_plan import unfitting
 from phalanx.cli.clusters import HostfileOption, Hosts, Python, chosen
 from phalanx.cli.fitting_table import FittingTable, print_table
 from phalanx.cli.setting_flags import flag as setting
@@ -17,7 +17,7 @@ from phalanx.cli.setting_flags import whole
 from phalanx.cli.terminal import note, show_json
 from phalanx.cluster.planner import Planned, PlanRequest, make_plans
 from phalanx.config import EngineConfig
-from phalanx.errors import ExitCode, MemoryShortage
+from phalanx.errors import ExitCode
 from phalanx.memory import GB
 from phalanx.planning.predictor import PROMPTS, STREAMS, Speed
 from phalanx.planning.recommendation import Plan, Recommendation, Wish, recommend
@@ -61,22 +61,7 @@ def command(
         show_json({"plans": planned.plans, "hosts": planned.hosts, "for": wish, "recommended": best})
     else:
         _show(planned, best, wish)
-    return ExitCode.OK if best is not None else ExitCode.CONFIG
-
-
-def refuse_unfitting(plans: Sequence[Plan], model: str) -> None:
-    """Refuse where nothing fits, with what each plan lacks.
-
-    Raises:
-        MemoryShortage: names every plan.
-    """
-    if any(not plan.fit.problem for plan in plans):
-        return
-    reasons = "\n".join(f"  {plan.candidate.name}: {plan.fit.problem}" for plan in plans)
-    raise MemoryShortage(
-        f"{model} fits in no way:\n{reasons}",
-        remedy="Use more hosts, or a smaller or more strongly quantised model.",
-    )
+    return ExitCode.OK if best is not None else ExitCode.MEMORY
 
 
 def _show(planned: Planned, best: Recommendation | None, wish: Wish) -> None:
@@ -91,8 +76,7 @@ def _show(planned: Planned, best: Recommendation | None, wish: Wish) -> None:
         table.add_row(mark, str(len(set(plan.candidate.hosts))), *_cells(plan))
     print_table(table)
     if best is None:
-        refuse_unfitting(planned.plans, planned.shape.name)
-        return
+        raise unfitting(planned.plans, planned.shape.name)
     print(f"for {wish}: {best.plan.candidate.name} ({best.plan.candidate.flags}). {best.why}")
 
 

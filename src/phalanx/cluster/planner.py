@@ -39,6 +39,8 @@ class PlanRequest(Struct, frozen=True, kw_only=True):
     max_len: int | None = None
     kv_gb: float | None = None
     guard_gb: float | None = None
+    replicas: bool = True
+    """Whether several groups are plans."""
     measure: bool = True
     """Whether speeds are wanted."""
     again: bool = False
@@ -72,7 +74,7 @@ async def make_plans(request: PlanRequest) -> Planned:
     shape = _same_shape(shapes)
     hosts = {name: PlanHost(name=name, memory=one.memory, guard=one.guard) for name, one in shapes.items()}
     here = min(request.ranks_here, answers[0].processors)
-    found = candidates(shape, list(hosts), ranks_here=here)
+    found = [one for one in candidates(shape, list(hosts), ranks_here=here) if request.replicas or one.replicas == 1]
     fits = [fit_memory(shape, one, hosts, max_len=request.max_len, kv_gb=request.kv_gb) for one in found]
     if not request.measure:
         return Planned(shape=shape, hosts=[*hosts.values()], plans=[Plan(fit=fit) for fit in fits])
