@@ -65,25 +65,26 @@ def command(
 
 
 def _show(planned: Planned, best: Recommendation | None, wish: Wish) -> None:
-    columns = (
-        "plan", "hosts", "GiB a rank", "KV", "context", "rows",
-        *(f"first of {tokens:,} s" for tokens in PROMPTS), *(f"tok/s x{n}" for n in STREAMS), "+-", "limit", "",
+    speed_columns = (
+        *(f"first of {tokens:,} s" for tokens in PROMPTS), *(f"tok/s x{n}" for n in STREAMS), "+-", "limit",
     )  # fmt: skip
+    shown = speed_columns if any(plan.speed is not None for plan in planned.plans) else ()
+    columns = ("plan", "hosts", "GiB a rank", "KV", "context", "rows", *shown, "")
     table = FittingTable(*columns, keys=("plan", "hosts"), texts=("",))
     for plan in planned.plans:
         name = escape(plan.candidate.name)
         mark = f"[green]{name}[/]" if best is not None and plan is best.plan else name
-        table.add_row(mark, str(len(set(plan.candidate.hosts))), *_cells(plan))
+        table.add_row(mark, str(len(set(plan.candidate.hosts))), *_cells(plan, len(shown)))
     print_table(table)
     if best is None:
         raise unfitting(planned.plans, planned.shape.name)
     print(f"for {wish}: {best.plan.candidate.name} ({best.plan.candidate.flags}). {best.why}")
 
 
-def _cells(plan: Plan) -> list[str]:
+def _cells(plan: Plan, speed_columns: int) -> list[str]:
     fit = plan.fit
     if fit.problem:
-        return [""] * (4 + len(PROMPTS) + len(STREAMS) + 2) + [escape(fit.problem)]
+        return [""] * (4 + speed_columns) + [escape(fit.problem)]
     cells = [
         f"{max(rank.weights for rank in fit.ranks) / GB:.2f}",
         f"{min(rank.kv for rank in fit.ranks) / GB:.2f}",

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from phalanx.cluster.hostfile_parser import Host, Hostfile
 from phalanx.cluster.network_setup import Pair, measure_pairs
@@ -71,7 +72,7 @@ async def make_plans(request: PlanRequest) -> Planned:
         *(remote.call("plan-shape", asked, HostShape, timeout_s=SHAPE_S, whole=True) for remote in remotes)
     )
     shapes = {remote.name: answer for remote, answer in zip(remotes, answers, strict=True)}
-    shape = _same_shape(shapes)
+    shape = replace(_same_shape(shapes), name=request.model)
     hosts = {name: PlanHost(name=name, memory=one.memory, guard=one.guard) for name, one in shapes.items()}
     here = min(request.ranks_here, answers[0].processors)
     found = [one for one in candidates(shape, list(hosts), ranks_here=here) if request.replicas or one.replicas == 1]

@@ -156,6 +156,8 @@ def fit_memory(
 def _fit_group(
     shape: ModelShape, group: Candidate, hosts: Mapping[str, PlanHost], max_len: int | None, kv_gb: float | None
 ) -> Fit:
+    if max_len is not None and shape.max_len is not None and max_len > shape.max_len:
+        return Fit(candidate=group, problem=f"the model's own context is {shape.max_len:,} tokens")
     parts, whole = shape.share(group.width), shape.whole
     topology = Topology((group.width,) * group.stages)
     try:

@@ -112,6 +112,10 @@ def test_a_context_that_does_not_fit_is_refused_with_the_one_that_does():
     assert fit(Candidate(hosts=("a",)), tight, max_len=longest).problem == ""
 
 
+def test_a_context_beyond_the_models_own_is_refused():
+    assert fit(Candidate(hosts=("a",)), host("a"), max_len=32769).problem == "the model's own context is 32,768 tokens"
+
+
 @pytest.mark.parametrize("kv_gb", [0.0, 1.0])
 def test_a_kv_budget_counts(kv_gb: float):
     found = fit(Candidate(hosts=("a",)), host(), kv_gb=kv_gb)
