@@ -27,7 +27,7 @@ from phalanx.bench.http_client import open_client, stream_chat
 from phalanx.bench.load_generator import closed_loop
 from phalanx.cluster.planner import PlanRequest, make_plans
 from phalanx.memory import MIB
-from phalanx.planning.recommendation import Plan
+from phalanx.planning.recommendation import GroupPlan
 
 PROMPT = 400  # tokens before the tokens that are counted
 LONGEST = 4000  # tokens of a prompt that is timed; longer ones take minutes on a CPU
@@ -44,7 +44,7 @@ def body(tokens: int, n: int, seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def measure(url: str, plan: Plan, rounds: int) -> dict[str, float]:
+async def measure(url: str, plan: GroupPlan, rounds: int) -> dict[str, float]:
     """The same figures as the prediction has."""
     assert plan.speed is not None
     found = {}
@@ -75,7 +75,7 @@ def rank_memory() -> int:
     return total
 
 
-def predicted(plan: Plan) -> dict[str, float]:
+def predicted(plan: GroupPlan) -> dict[str, float]:
     """The prediction, under the same names."""
     assert plan.speed is not None
     rates = {f"tokens/s x{streams}": rate for streams, rate in plan.speed.tokens_per_s.items()}

@@ -154,7 +154,11 @@ BROAD_EXCEPTS: dict[str, str] = {
 }
 """file -> why everything may be caught there."""
 
-SHARED_NAMES = {"cli/install.py": "phalanx install", "cli/stop.py": "phalanx stop"}
+SHARED_NAMES = {
+    "cli/install.py": "phalanx install",
+    "cli/plan.py": "phalanx plan",
+    "cli/stop.py": "phalanx stop",
+}
 """File -> what it stands for, where a command, whose file has its name, and another file have to share one."""
 
 FOREIGN_WORDS = ("/wo" + "rk/", "/ro" + "ot/", "index-" + "url", "/ho" + "me/")

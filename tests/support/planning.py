@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from phalanx.memory import GB, MachineMemory
 from phalanx.planning.candidates import PlanHost
-from phalanx.planning.model_shape import ModelShape, Part, RankParts
+from phalanx.planning.model_shape import ModelShape, RankParts, WeightPart
 from phalanx.planning.timings import AllReduce, DecodePoint, GroupTimings, RankTimings
 
 
-def part(size: int) -> Part:
-    return Part(kept=size, stored=size, largest=size)
+def part(size: int) -> WeightPart:
+    return WeightPart(kept=size, stored=size, largest=size)
 
 
 def shape(layers: int = 8, layer: int = GB, *, degrees=(1, 2, 4), ends: int = GB // 4, kv: int = 1024) -> ModelShape:

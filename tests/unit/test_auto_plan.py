@@ -11,7 +11,7 @@ from phalanx.cluster.planner import Planned, PlanRequest
 from phalanx.errors import ConfigError, ExitCode, MemoryShortage
 from phalanx.planning.candidates import Candidate, Fit, fit_memory
 from phalanx.planning.predictor import predict
-from phalanx.planning.recommendation import Plan
+from phalanx.planning.recommendation import GroupPlan
 
 
 @pytest.fixture
@@ -24,11 +24,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[PlanRequest]:
         fit = fit_memory(model, Candidate(stages=2, hosts=("a", "a")), {"a": machine})
         slow = fit_memory(model, Candidate(hosts=("a",)), {"a": machine})
         plans = [
-            Plan(fit=slow, speed=predict(model, slow, {"a": timings(layer_s=0.1)}, None)),
-            Plan(fit=fit, speed=predict(model, fit, {"a": timings()}, None)),
+            GroupPlan(fit=slow, speed=predict(model, slow, {"a": timings(layer_s=0.1)}, None)),
+            GroupPlan(fit=fit, speed=predict(model, fit, {"a": timings()}, None)),
         ]
         if request.model == "large":
-            plans = [Plan(fit=Fit(candidate=one.candidate, problem="a lacks 3.00 GiB")) for one in plans]
+            plans = [GroupPlan(fit=Fit(candidate=one.candidate, problem="a lacks 3.00 GiB")) for one in plans]
         return Planned(shape=model, hosts=[machine], plans=plans)
 
     monkeypatch.setattr(auto_plan, "make_plans", make_plans)

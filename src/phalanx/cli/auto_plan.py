@@ -11,7 +11,7 @@ from phalanx.cluster.planner import PlanRequest, make_plans
 from phalanx.cluster.shape import PP_FLAGS, SPLIT_FLAG, TP_FLAGS
 from phalanx.config import DEFAULT_MODEL
 from phalanx.errors import ConfigError, MemoryShortage
-from phalanx.planning.recommendation import Plan, recommend
+from phalanx.planning.recommendation import GroupPlan, recommend
 
 AUTO = "auto"
 
@@ -68,7 +68,7 @@ def _number(words: Sequence[str], flag: str) -> float | None:
         return None
 
 
-def recommended(request: PlanRequest) -> tuple[Plan, str]:
+def recommended(request: PlanRequest) -> tuple[GroupPlan, str]:
     """The plan to serve with, and a line that says what was chosen and why.
 
     Raises:
@@ -82,7 +82,7 @@ def recommended(request: PlanRequest) -> tuple[Plan, str]:
     return best.plan, f"plan: {best.plan.candidate.name} ({best.plan.candidate.flags}). {best.why}"
 
 
-def unfitting(plans: Sequence[Plan], model: str) -> MemoryShortage:
+def unfitting(plans: Sequence[GroupPlan], model: str) -> MemoryShortage:
     """The error where nothing fits, with what each plan lacks."""
     reasons = "\n".join(f"  {plan.candidate.name}: {plan.fit.problem}" for plan in plans)
     return MemoryShortage(

@@ -20,7 +20,7 @@ from phalanx.config import EngineConfig
 from phalanx.errors import ExitCode
 from phalanx.memory import GB
 from phalanx.planning.predictor import PROMPTS, STREAMS, Speed
-from phalanx.planning.recommendation import Plan, Recommendation, Wish, recommend
+from phalanx.planning.recommendation import GroupPlan, Recommendation, Wish, recommend
 
 
 def command(
@@ -81,7 +81,7 @@ def _show(planned: Planned, best: Recommendation | None, wish: Wish) -> None:
     print(f"for {wish}: {best.plan.candidate.name} ({best.plan.candidate.flags}). {best.why}")
 
 
-def _cells(plan: Plan, speed_columns: int) -> list[str]:
+def _cells(plan: GroupPlan, speed_columns: int) -> list[str]:
     fit = plan.fit
     if fit.problem:
         return [""] * (4 + speed_columns) + [escape(fit.problem)]

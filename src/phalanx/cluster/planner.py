@@ -14,14 +14,14 @@ from msgspec.structs import replace
 from phalanx.cluster.hostfile_parser import Host, Hostfile
 from phalanx.cluster.network_setup import Pair, measure_pairs
 from phalanx.cluster.ssh import Remote
-from phalanx.cluster.survey import GroupSpeed, HostShape, HostSpeed, ShapeRequest, Share, SpeedRequest
+from phalanx.cluster.survey import GroupSpeed, HostShape, HostSpeed, RankShare, ShapeRequest, SpeedRequest
 from phalanx.dist.topology import Topology
 from phalanx.errors import ClusterError, ConfigError
 from phalanx.planning.candidates import Candidate, Fit, PlanHost, candidates, fit_memory
 from phalanx.planning.group_overhead import from_links
 from phalanx.planning.model_shape import ModelShape
 from phalanx.planning.predictor import Speed, predict
-from phalanx.planning.recommendation import Plan
+from phalanx.planning.recommendation import GroupPlan
 from phalanx.planning.timings import GroupTimings, RankTimings
 
 SHAPE_S = 180.0  # for a host's answer about a model
@@ -54,7 +54,7 @@ class Planned(Struct, frozen=True, kw_only=True):
 
     shape: ModelShape
     hosts: list[PlanHost]
-    plans: list[Plan]
+    plans: list[GroupPlan]
 
 
 async def make_plans(request: PlanRequest) -> Planned:
@@ -78,11 +78,11 @@ async def make_plans(request: PlanRequest) -> Planned:
     found = [one for one in candidates(shape, list(hosts), ranks_here=here) if request.replicas or one.replicas == 1]
     fits = [fit_memory(shape, one, hosts, max_len=request.max_len, kv_gb=request.kv_gb) for one in found]
     if not request.measure:
-        return Planned(shape=shape, hosts=[*hosts.values()], plans=[Plan(fit=fit) for fit in fits])
+        return Planned(shape=shape, hosts=[*hosts.values()], plans=[GroupPlan(fit=fit) for fit in fits])
     able = [fit.candidate for fit in fits if not fit.problem]
     speeds = await _speeds(request, remotes, shapes, able)
     pairs = [] if request.hostfile is None or len(named) == 1 else await _links(request.hostfile, remotes)
-    plans = [Plan(fit=fit, speed=_speed(shape, fit, speeds, pairs)) for fit in fits]
+    plans = [GroupPlan(fit=fit, speed=_speed(shape, fit, speeds, pairs)) for fit in fits]
     return Planned(shape=shape, hosts=[*hosts.values()], plans=plans)
 
 
@@ -109,7 +109,7 @@ async def _speeds(
         groups = [(one.stages, one.width) for one in own if one.size > 1 and one.ranks_here == one.size]
         wanted = SpeedRequest(
             path=shapes[remote.name].path, key=shapes[remote.name].shape.key,
-            shares=tuple(Share(degree=degree, ranks_here=count) for degree, count in shares),
+            shares=tuple(RankShare(degree=degree, ranks_here=count) for degree, count in shares),
             groups=tuple(groups), again=request.again,
         )  # fmt: skip
         return await remote.call("plan-speed", wanted, HostSpeed, timeout_s=SPEED_S)
@@ -138,7 +138,7 @@ def _speed(shape: ModelShape, fit: Fit, speeds: Mapping[str, HostSpeed], pairs: 
     candidate = fit.candidate
     if fit.problem:
         return None
-    share = Share(degree=candidate.width, ranks_here=candidate.ranks_here)
+    share = RankShare(degree=candidate.width, ranks_here=candidate.ranks_here)
     timings: dict[str, RankTimings] = {}
     for host in candidate.hosts:
         timings[host] = next(one.timings for one in speeds[host].shares if one.share == share)

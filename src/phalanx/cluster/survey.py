@@ -54,7 +54,7 @@ class HostShape(Struct, frozen=True, kw_only=True):
     processors: int
 
 
-class Share(Struct, frozen=True, kw_only=True):
+class RankShare(Struct, frozen=True, kw_only=True):
     """A rank's part of the model, and how many ranks are on its machine."""
 
     degree: int
@@ -67,7 +67,7 @@ class SpeedRequest(Struct, frozen=True, kw_only=True):
     path: str
     key: str
     """`ModelShape.key`."""
-    shares: tuple[Share, ...]
+    shares: tuple[RankShare, ...]
     groups: tuple[tuple[int, int], ...] = ()
     """Stages and width of groups of this machine alone."""
     again: bool = False
@@ -75,7 +75,7 @@ class SpeedRequest(Struct, frozen=True, kw_only=True):
 
 
 class ShareSpeed(Struct, frozen=True, kw_only=True):
-    share: Share
+    share: RankShare
     timings: RankTimings
 
 
@@ -165,7 +165,7 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
-def _timings(path: str, key: str, share: Share, store: CalibrationStore, *, again: bool) -> RankTimings:
+def _timings(path: str, key: str, share: RankShare, store: CalibrationStore, *, again: bool) -> RankTimings:
     what = ("rank", key, f"degree {share.degree}", f"{share.ranks_here} ranks here")
     known = None if again else store.get(what, RankTimings)
     if known is not None:
@@ -175,7 +175,7 @@ def _timings(path: str, key: str, share: Share, store: CalibrationStore, *, agai
     return measured
 
 
-def _measure(path: str, share: Share) -> RankTimings:
+def _measure(path: str, share: RankShare) -> RankTimings:
     """Measure with as many processes as ranks share the machine.
 
     Ranks that share layers decode at the same time, those of stages one after the other; prompts are read by all at
@@ -246,7 +246,7 @@ def _group(stages: int, width: int, store: CalibrationStore, *, again: bool) -> 
     if known is not None:
         return known
     small = shape_here(ShapeRequest(model=SMALL, max_degree=width))
-    share = Share(degree=width, ranks_here=stages * width)
+    share = RankShare(degree=width, ranks_here=stages * width)
     timings = _timings(small.path, small.shape.key, share, store, again=again)
     command = [sys.executable, *RUN_PHALANX, "selftest", SMALL, "--json", "--tp", str(width), "--pp", str(stages)]
     try:

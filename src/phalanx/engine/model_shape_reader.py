@@ -30,7 +30,7 @@ from phalanx.model.loading.parameters import ModelParameter
 from phalanx.model.loading.shard import degrees
 from phalanx.model.loading.weights import read_headers
 from phalanx.model.modules import copy_structure
-from phalanx.planning.model_shape import ModelShape, Part, RankParts
+from phalanx.planning.model_shape import ModelShape, RankParts, WeightPart
 
 
 class ShardReducer(Reducer):
@@ -138,8 +138,8 @@ def _caches_by_layer(facts: CacheFacts, caches: tuple[frozenset[int], ...] | Non
             for layer in range(len(caches))]  # fmt: skip
 
 
-def _part(entries: Collection[ModelParameter]) -> Part:
-    return Part(
+def _part(entries: Collection[ModelParameter]) -> WeightPart:
+    return WeightPart(
         kept=sum(entry.nbytes for entry in entries),
         stored=sum(entry.stored for entry in entries),
         largest=max((entry.stored + entry.nbytes for entry in entries), default=0),

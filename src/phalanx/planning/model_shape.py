@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 Bytes = Annotated[int, Meta(ge=0)]
 
 
-class Part(Struct, frozen=True, kw_only=True):
+class WeightPart(Struct, frozen=True, kw_only=True):
     """Weights that a rank keeps or leaves out together: a layer, an embedding, a head."""
 
     kept: Bytes = 0
@@ -28,14 +28,14 @@ class RankParts(Struct, frozen=True, kw_only=True):
     """One rank's part of the whole model, with so many ranks to a layer."""
 
     degree: int
-    before: Part
+    before: WeightPart
     """What only the first stage reads: an embedding."""
-    layers: tuple[Part, ...]
-    behind: Part
+    layers: tuple[WeightPart, ...]
+    behind: WeightPart
     """What only the last stage reads: norm and head."""
-    both: Part
+    both: WeightPart
     """What `before` and `behind` have, tied embeddings once."""
-    everywhere: Part
+    everywhere: WeightPart
     kv_token_bytes: tuple[Bytes, ...]
     """By layer: bytes of keys and values of a token."""
     kv_row_bytes: tuple[Bytes, ...]
@@ -43,7 +43,7 @@ class RankParts(Struct, frozen=True, kw_only=True):
     sums: int
     """Sums over ranks in one forward of the whole model."""
 
-    def stage(self, first: int, stop: int) -> list[Part]:
+    def stage(self, first: int, stop: int) -> list[WeightPart]:
         """The parts of a rank that has the layers `[first, stop)`."""
         is_first, is_last = first == 0, stop == len(self.layers)
         ends = [self.both] if is_first and is_last else [self.before] * is_first + [self.behind] * is_last
@@ -90,10 +90,10 @@ class ModelShape(Struct, frozen=True, kw_only=True):
         return next(one for one in self.shares if one.degree == degree)
 
 
-def total(parts: Iterable[Part]) -> Part:
+def total(parts: Iterable[WeightPart]) -> WeightPart:
     """Several parts as one."""
     found = list(parts)
-    return Part(
+    return WeightPart(
         kept=sum(part.kept for part in found),
         stored=sum(part.stored for part in found),
         largest=max((part.largest for part in found), default=0),

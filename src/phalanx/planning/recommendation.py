@@ -16,7 +16,7 @@ SAME = 0.05
 """Plans that differ by less are equally fast: then the one with fewer ranks is better."""
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class GroupPlan(Struct, frozen=True, kw_only=True):
     """A candidate, what it leaves, and how fast it is."""
 
     fit: Fit
@@ -31,11 +31,11 @@ class Plan(Struct, frozen=True, kw_only=True):
 class Recommendation(Struct, frozen=True, kw_only=True):
     """The plan to take."""
 
-    plan: Plan
+    plan: GroupPlan
     why: str
 
 
-def recommend(plans: Sequence[Plan], wish: Wish) -> Recommendation | None:
+def recommend(plans: Sequence[GroupPlan], wish: Wish) -> Recommendation | None:
     """The best plan that fits; None if none does.
 
     Never more ranks where fewer are as fast: of those within 5 % of the best, the one with the fewest.
@@ -53,14 +53,14 @@ def recommend(plans: Sequence[Plan], wish: Wish) -> Recommendation | None:
     return Recommendation(plan=chosen, why=_reason(chosen, able, wish))
 
 
-def _score(plan: Plan, wish: Wish) -> float:
+def _score(plan: GroupPlan, wish: Wish) -> float:
     if wish == "context":
         return float(plan.fit.context)
     assert plan.speed is not None
     return plan.speed.tokens_per_s[1 if wish == "latency" else STREAMS[-1]]
 
 
-def _reason(chosen: Plan, able: Sequence[Plan], wish: Wish) -> str:
+def _reason(chosen: GroupPlan, able: Sequence[GroupPlan], wish: Wish) -> str:
     """Why the others lose: the closest of them, and what its time goes to."""
     if wish == "context":
         return f"Its rows may have {chosen.fit.context:,} tokens."

@@ -106,10 +106,12 @@ def test_more_memory_never_makes_the_context_shorter():
 
 
 def test_a_context_that_does_not_fit_is_refused_with_the_one_that_does():
-    tight = host("a", 12.6)
-    longest = fit(Candidate(hosts=("a",)), tight).context
-    assert f"one of {longest:,} does" in fit(Candidate(hosts=("a",)), tight, max_len=longest + 1).problem
-    assert fit(Candidate(hosts=("a",)), tight, max_len=longest).problem == ""
+    large = shape(kv=1 << 18)
+    longest = fit(Candidate(hosts=("a",)), host("a", 16.0), model=large).context
+    assert 0 < longest < 32768
+    beyond = fit(Candidate(hosts=("a",)), host("a", 16.0), model=large, max_len=longest + 1)
+    assert f"one of {longest:,} does" in beyond.problem
+    assert fit(Candidate(hosts=("a",)), host("a", 16.0), model=large, max_len=longest).problem == ""
 
 
 def test_a_context_beyond_the_models_own_is_refused():

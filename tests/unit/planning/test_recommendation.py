@@ -8,10 +8,10 @@ from msgspec.structs import replace
 
 from phalanx.planning.candidates import Candidate, Fit
 from phalanx.planning.predictor import Speed
-from phalanx.planning.recommendation import SAME, Plan, recommend
+from phalanx.planning.recommendation import SAME, GroupPlan, recommend
 
 
-def plan(rate: float | None, ranks: int = 1, *, many: float = 0.0, context: int = 4096, problem: str = "") -> Plan:
+def plan(rate: float | None, ranks: int = 1, *, many: float = 0.0, context: int = 4096, problem: str = "") -> GroupPlan:
     candidate = Candidate(width=ranks, hosts=tuple("abcdefgh"[:ranks]))
     parts = {"memory reads": 0.001, "link latency": 0.009 if ranks > 1 else 0.0, "link bandwidth": 0.0}
     speed = None
@@ -20,7 +20,7 @@ def plan(rate: float | None, ranks: int = 1, *, many: float = 0.0, context: int 
             ttft_s={512: 1.0}, tokens_per_s={1: rate, 4: rate, 16: many or rate}, error=0.1, limit="memory reads",
             parts_s=parts,
         )  # fmt: skip
-    return Plan(fit=Fit(candidate=candidate, context=context, problem=problem), speed=speed)
+    return GroupPlan(fit=Fit(candidate=candidate, context=context, problem=problem), speed=speed)
 
 
 def chosen(plans, wish="latency"):
