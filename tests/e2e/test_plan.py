@@ -1,8 +1,9 @@
-"""`phalanx plan` on this machine: real headers, no measurement."""
+"""`phalanx plan` on this machine: real headers, and one measurement of the bundled model."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,9 +17,10 @@ from phalanx.errors import ExitCode
 GUARD = "0.5"  # GiB; the default leaves nothing on a small machine
 
 
-def plan(*words: str) -> subprocess.CompletedProcess[str]:
+def plan(*words: str, home: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "phalanx", "plan", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    environment = os.environ if home is None else {**os.environ, "HOME": str(home)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
 
 
 def test_what_fits_is_shown_without_measuring():
@@ -32,6 +34,18 @@ def test_what_fits_is_shown_without_measuring():
     assert weights[0] == pytest.approx(files, rel=0.05)
     assert found["recommended"]["plan"]["fit"]["context"] == 4096
     assert all(one["speed"] is None for one in found["plans"])
+
+
+def test_this_machine_is_measured_once(tmp_path: Path):
+    words = ("demo", "--ranks", "2", "--json", "--memory-guard-gb", GUARD)
+    first, second = (json.loads(plan(*words, home=tmp_path).stdout) for _ in range(2))
+    speeds = [one["speed"] for one in first["plans"]]
+    assert all(min(speed["tokens_per_s"].values()) > 0 and min(speed["ttft_s"].values()) > 0 for speed in speeds)
+    assert speeds[0]["ttft_s"].keys() == {"512", "4000"}  # the model's context is 4,096 tokens
+    assert [one["speed"] for one in second["plans"]] == speeds
+    assert (tmp_path / ".phalanx" / "calibrations.json").is_file()
+    fewest = len(first["plans"][0]["fit"]["candidate"]["hosts"])
+    assert first["recommended"]["why"] and fewest == 1
 
 
 def test_what_does_not_fit_is_refused_with_what_each_plan_lacks():
