@@ -22,8 +22,8 @@ LAYERS = {
     **dict.fromkeys(("open_files", "speculation_config", "mlx_lm_adapter", "http"), 0),
     **dict.fromkeys(("config", "memory", "rank_variables", "tls", "sched", "text"), 1),
     **dict.fromkeys(("dist", "kernels", "bench", "catalog"), 2),
-    **dict.fromkeys(("cluster", "supervision"), 3),
-    **dict.fromkeys(("model", "server", "gateway"), 4),
+    **dict.fromkeys(("planning", "supervision"), 3),
+    **dict.fromkeys(("cluster", "model", "server", "gateway"), 4),
     "spec": 5,
     "engine": 6,
     "offline": 7,
@@ -61,16 +61,18 @@ NARROW = {
     "gateway": ("phalanx.http",),
     "http": (),
     # catalog: where models lie; dist.gpus: how many MLX can use; dist.topology: which host has which layers;
-    # text: which files are a model's
+    # planning: plans and their speed; text: which files are a model's
     "cluster": (
         "phalanx.catalog",
         "phalanx.dist.gpus",
         "phalanx.dist.topology",
+        "phalanx.planning",
         "phalanx.rank_variables",
         "phalanx.text",
         "phalanx.tls",
     ),
     "bench": ("phalanx.http", "phalanx.tls"),
+    "planning": ("phalanx.dist.topology", "phalanx.sched.prefill_budget"),
 }
 """Packages that may import the vocabulary, themselves, and only this besides."""
 
@@ -86,6 +88,10 @@ PURE = (
     *(f"dist/{name}.py" for name in "stage_frames stall topology".split()),
     *(f"server/endpoints/{name}.py" for name in "migration determinism_key".split()),
     "model/gguf/gguf_header.py", "model/gguf/gguf_pretokenizers.py", "model/model_limits.py",
+    *(
+        f"planning/{name}.py"
+        for name in "candidates fit group_overhead model_shape predictor recommendation timings".split()
+    ),
     *(f"supervision/{name}.py" for name in "fast_synch rank_log restarts".split()),
     "text/schema_places.py", "text/stop_strings.py",
 )  # fmt: skip
@@ -108,7 +114,7 @@ IMPURE_MODULES = frozenset(
 )
 """Pure files decide; they do not look at clocks, files, arrays or chance."""
 
-NO_MLX = ("catalog/", "http/", "server/", "gateway/", "cluster/", "bench/", "supervision/", "text/")
+NO_MLX = ("catalog/", "http/", "server/", "gateway/", "cluster/", "planning/", "bench/", "supervision/", "text/")
 """What the server process and machines without MLX run: not even indirectly do these import MLX."""
 
 PROCESS_MODULES = frozenset({"subprocess", "multiprocessing", "pty"})
@@ -148,7 +154,11 @@ BROAD_EXCEPTS: dict[str, str] = {
 }
 """file -> why everything may be caught there."""
 
-SHARED_NAMES = {"cli/install.py": "phalanx install", "cli/stop.py": "phalanx stop"}
+SHARED_NAMES = {
+    "cli/install.py": "phalanx install",
+    "cli/plan.py": "phalanx plan",
+    "cli/stop.py": "phalanx stop",
+}
 """File -> what it stands for, where a command, whose file has its name, and another file have to share one."""
 
 FOREIGN_WORDS = ("/wo" + "rk/", "/ro" + "ot/", "index-" + "url", "/ho" + "me/")

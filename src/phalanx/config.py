@@ -130,7 +130,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         Width | tuple[Width, ...], Flag("Ranks", metavar="N[,N...]", aliases=("-tp", "--tp"))
     ] = 1
     """Processes that share every layer, each with its part of weights and KV cache; with --pp also of each stage, the
-    one with the embedding first (2,1)."""
+    one with the embedding first (2,1). `serve` and `up` take `auto`: ranks and stages as `phalanx plan` recommends."""
     pipeline_parallel_size: Annotated[Width, Flag("Ranks", aliases=("-pp", "--pp"))] = 1
     """Stages, each with some consecutive layers and ranks of its own."""
     pp_split: Annotated[tuple[Count, ...] | None, Flag("Ranks", metavar="N,N...", default="by cost and memory")] = None

@@ -27,6 +27,7 @@ COMMANDS = {
     "chat": "Talk to a model, or to a running server, in this terminal.",
     "launch": "Start a coding agent that works with a server of phalanx.",
     "demo": "Serve a small model, ask it three things, and kill a rank meanwhile.",
+    "plan": "What fits on which hosts, and how fast it will be, before anything is loaded.",
     "selftest": "Test a group of ranks: all-reduces, speed, equal tokens, memory.",
     "install": "Bring phalanx to hosts through ssh; --upgrade, --rollback.",
     "uninstall": "Delete phalanx on hosts.",
@@ -104,6 +105,8 @@ def main(arguments: Sequence[str]) -> int:
             command = importlib.import_module(f"phalanx.cli.{asked}").command
             return exit_code(lambda: command(arguments[1:]))
         app = importlib.import_module("phalanx.cli.typer_app").build(asked, COMMANDS, HIDDEN)
+        if asked == "serve" and not {"-h", "--help"} & {*arguments}:
+            arguments = _planned(arguments)
         own, after = _divided(asked, _repeated(TAKES_SEVERAL.get(asked or ""), arguments))
         app(own, prog_name="phalanx", obj=after)
     except SystemExit as end:
@@ -121,6 +124,21 @@ def main(arguments: Sequence[str]) -> int:
 def _named_elsewhere(arguments: Sequence[str]) -> int:
     here = shlex.join(["phalanx", ELSEWHERE[arguments[0]], *arguments[1:]])
     raise ConfigError(f"There is no command '{arguments[0]}'.", remedy=f"Did you mean `{here}`?")
+
+
+def _planned(arguments: Sequence[str]) -> Sequence[str]:
+    """The words of `serve` with the ranks and stages that `auto` stands for."""
+    if not any(word.rpartition("=")[2] == "auto" for word in arguments):
+        return arguments
+    words: list[str] = []
+
+    def choose() -> int:
+        words.extend(importlib.import_module("phalanx.cli.auto_plan").planned_here(arguments))
+        return 0
+
+    if code := exit_code(choose):
+        raise SystemExit(code)
+    return words
 
 
 def _repeated(flag: str | None, arguments: Sequence[str]) -> list[str]:

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.live import Live
 
+from phalanx.cli.auto_plan import recommended, without_auto
 from phalanx.cli.clusters import (
     HostfileArgument,
     HostfileOption,
@@ -37,11 +38,14 @@ from phalanx.cluster.deployment import (
     with_https_everywhere,
 )
 from phalanx.cluster.diagnosis import examine, wanted_of, worst
+from phalanx.cluster.hostfile_parser import Hostfile
 from phalanx.cluster.lifecycle import Cluster, goal_of, start_all, stop_all, wait_healthy
 from phalanx.cluster.network_setup import addressed
+from phalanx.cluster.planner import PlanRequest
 from phalanx.cluster.plans import LOGS, Plan, check, split_keys
 from phalanx.cluster.shape import shape_of
-from phalanx.config import AGENT_PORT, BackendChoice, ClusterConfig, EngineConfig
+from phalanx.cluster.ssh import Remote
+from phalanx.config import AGENT_PORT, DEFAULT_MODEL, BackendChoice, ClusterConfig, EngineConfig
 from phalanx.environment import (
     ADMIN_KEY_VARIABLE,
     GATEWAY_ADMIN_KEY_VARIABLE,
@@ -98,6 +102,7 @@ def command(
         raise ConfigError("--gateway-host: one group has no gateway.", remedy="Use it with --replicas 2 or more.")
     after: tuple[str, ...] = context.obj or ("demo",)
     words, of_gateway = split_flags(after) if replicas > 1 else (after, ())
+    words, is_auto = without_auto(words)
     check_serve_words(words)
     serve, keys = split_keys(words or ("demo",))
     serve, admin_keys = split_flag(serve, "--admin-key")
@@ -114,6 +119,10 @@ def command(
         if hostfile is not None and not context.obj and not hostfile.exists():
             error.remedy += f" A model stands after `--`: `phalanx up HOSTFILE -- {hostfile}`."
         raise
+    if is_auto:
+        if replicas > 1:
+            raise ConfigError("--replicas and --tp auto exclude each other.", remedy="Give one of them.")
+        file, serve = _planned(file, serve, python)
     plan = Plan(
         hostfile=file,
         serve=serve,
@@ -137,6 +146,27 @@ def command(
 
     divided(plan)  # raises before hosts are asked for addresses
     return asyncio.run(_up(plan, divided, ssl, skip_checks=skip_checks, foreground=foreground))
+
+
+def _planned(file: Hostfile, serve: tuple[str, ...], python: str) -> tuple[Hostfile, tuple[str, ...]]:
+    """The hosts and the arguments of `serve` as `phalanx plan` recommends them; says which, and why.
+
+    Replicas are recommended by `phalanx plan` only: a gateway has flags and an address of its own.
+    """
+    named = asyncio.run(addressed(file, [Remote(host.ssh, python=python) for host in file.hosts]))
+    model = DEFAULT_MODEL if serve[0].startswith("-") else serve[0]
+    plan, line = recommended(PlanRequest(model=model, hostfile=named, python=python, replicas=False))
+    note(line)
+    candidate = plan.candidate
+    size = len(candidate.hosts)
+    if candidate.hosts == tuple(host.ssh for host in named.hosts[:size]):
+        file = named.first(size)
+    else:  # one host, and not the first
+        file = replace(
+            named, hosts=tuple(replace(host, rdma=()) for host in named.hosts if host.ssh in candidate.hosts)
+        )
+    shape = () if candidate.stages == 1 else ("--tp", str(candidate.width), "--pp", str(candidate.stages))
+    return file, (*serve, *shape)
 
 
 def _admin_key(given: Sequence[str], words: Sequence[str], variable: str) -> str | None:

@@ -42,6 +42,7 @@ from phalanx.cluster.supervisor import (
     stop,
     supervise,
 )
+from phalanx.cluster.survey import ShapeRequest, SpeedRequest, shape_here, speed_here
 from phalanx.config import CREDENTIALS_FILE, RUN_PHALANX
 from phalanx.environment import environment
 from phalanx.errors import ClusterError, ConfigError
@@ -168,6 +169,8 @@ def run_verb(verb: str, run_dir: RunDirectory | None = None) -> int:
         "install": lambda: InstallFolder().install(_request(ReleaseRequest)),
         "rollback": lambda: InstallFolder().rollback(),
         "uninstall": lambda: InstallFolder().remove(),
+        "plan-shape": lambda: shape_here(_request(ShapeRequest)),
+        "plan-speed": lambda: speed_here(_request(SpeedRequest)),
         "group-test": lambda: _group_test(_request(TestRequest).spec),
     }
     if verb in handlers:

@@ -1,0 +1,261 @@
+"""Measures how long a model's layers take on this machine, without the whole model: few layers, then more of them.
+
+A leader of this process runs real steps (scheduler, model, sampler, commit) on the model's first layers with their real
+weights; the other layers pass on what they are given. What a layer takes is the slope, everything else the intercept.
+
+`python -m phalanx.engine.calibration` takes a line of JSON with a `CalibrationRequest` and prints `Ready`; then for
+each word on a line, `decode` or `prompt`, a line with what it measured, so that processes can measure beside each
+other, as ranks of one machine work.
+"""
+
+from __future__ import annotations
+
+import phalanx.kernels.preload  # noqa: F401  (before anything loads MLX)
+
+# isort: split
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import mlx.core as mx
+import msgspec
+import psutil
+from msgspec import Struct
+
+from phalanx.dist.stage_link import Ends
+from phalanx.engine.leader import Leader
+from phalanx.engine.link import SingleRank
+from phalanx.engine.model_shape_reader import ShardReducer, lazy_model, prepare_kernels
+from phalanx.engine.server_socket import ServerSocket
+from phalanx.engine.stages import StagedRunner
+from phalanx.engine.step_deadline import StepDeadline
+from phalanx.errors import EngineError, PhalanxError
+from phalanx.model import registry
+from phalanx.model.loading import load
+from phalanx.model.loading.layer_trace import trace
+from phalanx.model.mla import absorb_short_queries
+from phalanx.model.runner import Runner
+from phalanx.model.stage import Stage, hollow
+from phalanx.planning.fit import Chunk, Decode, Measured
+from phalanx.sched.admission import KvLimits
+from phalanx.sched.prefill_budget import prefill_bounds
+from phalanx.sched.scheduler import Scheduler, SchedulerConfig
+from phalanx.spec.running_grammars import Grammars
+from phalanx.text.grammar import GrammarCompiler
+from phalanx.types import FromEngine, Sampling, SequenceRequest, StopRule, Submit
+
+FEW = 2  # layers of the first measurement
+MORE_BYTES = 128 << 20  # of weights that the second one has besides: more than processors keep in their caches
+ROWS = (1, 4, 16)
+SHORT, LONG = 32, 1024  # tokens of a prompt
+STEPS = 16  # decode steps that count
+SKIPPED = 4  # steps after the first token, in which graphs are captured
+
+
+class CalibrationRequest(Struct, frozen=True, kw_only=True):
+    """Measure the rank of a model."""
+
+    path: str
+    degree: int = 1
+    """Ranks that share each layer."""
+    ranks_here: int = 1
+    """Ranks of this machine, which share its processors."""
+    threads: int | None = None
+
+
+class _Passing(Stage):
+    """Gives every layer that is left out what came in."""
+
+    def hand_on(self, layer: int, incoming: mx.array) -> mx.array:
+        """The layer's input."""
+        return incoming
+
+
+class _NoServer:
+    """In place of the server's socket."""
+
+    def send(self, message: FromEngine) -> None:
+        """Nothing is read."""
+
+
+class Bench:
+    """Some layers of a model, and a leader that runs steps on them."""
+
+    def __init__(self, request: CalibrationRequest, count: int) -> None:
+        path = Path(request.path)
+        reducer = ShardReducer(request.degree)
+        found = trace(lazy_model(path), path.name)
+        prepared = load.prepare(path, dtype="auto", trust_remote_code=False, reducer=reducer)
+        kept = chosen_layers(len(found.places), count)
+        facts = registry.inspect(prepared.model, prepared.config)
+        reducer.discard()
+        passing = _Passing(path.name, 0, len(found.places), len(found.places), found.width, facts)
+        for number, layer in enumerate(prepared.model.layers):
+            if number not in kept:
+                hollow(layer, passing, number, found.places[number])
+        plan = [entry for entry in prepared.plan if found.layer_of.get(entry.name, kept[0]) in kept]
+        loaded = replace(prepared, plan=plan).materialise(0, lambda *_: None)
+        absorb_short_queries(loaded.model)
+        self.weights = loaded.weights_bytes
+        self.count = len(kept)
+        self._leader = _leader(loaded, reducer)
+        self._number = 0
+
+    def decode(self, rows: int, context: int) -> list[float]:
+        """Seconds of steps that decode so many rows, each behind a prompt of `context` tokens."""
+        self._submit(rows, context, STEPS + SKIPPED + 1)
+        while self._leader.scheduler.counters.generated_tokens < self._expected(rows):
+            self._leader.step()
+        seconds = []
+        for _ in range(STEPS + SKIPPED - 1):
+            before = time.perf_counter()
+            self._leader.step()
+            seconds.append(time.perf_counter() - before)
+        self._drain()
+        return seconds[SKIPPED - 1 :]
+
+    def prompt(self, tokens: int) -> list[Chunk]:
+        """The chunks of one prompt, but for the last one, which also draws."""
+        self._submit(1, tokens, 1)
+        chunks: list[Chunk] = []
+        done = 0
+        while self._leader.scheduler.by_id:
+            before = self._leader.scheduler.counters.prefill_tokens
+            started = time.perf_counter()
+            self._leader.step()
+            seconds = time.perf_counter() - started
+            n = self._leader.scheduler.counters.prefill_tokens - before
+            chunks.append(Chunk(layers=self.count, tokens=n, context=done, seconds=seconds))
+            done += n
+        return chunks[:-1]
+
+    def _submit(self, rows: int, context: int, n: int) -> None:
+        self._started = self._leader.scheduler.counters.generated_tokens
+        for _ in range(rows):
+            self._number += 1
+            prompt = [(7919 * (i + self._number)) % 250 for i in range(context)]
+            name = f"calibration/{self._number}"
+            request = SequenceRequest(
+                id=name, group=name, prompt=prompt, sampling=Sampling(temperature=0.0), stop=StopRule(max_tokens=n)
+            )
+            self._leader.handle(Submit(request))
+
+    def _expected(self, rows: int) -> int:
+        return self._started + rows
+
+    def _drain(self) -> None:
+        while self._leader.scheduler.by_id:
+            self._leader.step()
+
+
+def chosen_layers(n_layers: int, count: int) -> list[int]:
+    """The layers that are kept: the first two, which models look at to choose masks, and others spread evenly."""
+    count = min(count, n_layers)
+    first = list(range(min(FEW, count)))
+    rest = count - len(first)
+    others = range(len(first), n_layers)
+    return [*first, *(others[i * len(others) // rest] for i in range(rest))]
+
+
+def counts_of(layer_bytes: Sequence[int]) -> tuple[int, int]:
+    """Layers of the two measurements."""
+    n = len(layer_bytes)
+    if sum(layer_bytes) <= 2 * MORE_BYTES:
+        return max(1, n // 2), n
+    mean = max(1, sum(layer_bytes) // n)
+    few = min(FEW, n - 1)
+    return few, min(n, few + max(2, -(-MORE_BYTES // mean)))
+
+
+def _leader(loaded: load.Loaded, reducer: ShardReducer) -> Leader:
+    facts = registry.inspect(loaded.model, loaded.config)
+    reducer.discard()
+    runner = Runner(loaded.model, facts, loaded.dtype, reducer)
+    most = LONG + STEPS + 256
+    limits = KvLimits(
+        max_num_seqs=max(ROWS), max_model_len=most,
+        kv_budget=(max(ROWS) * 2 * most) * max(1, facts.bytes_per_token) + 32 * facts.bytes_per_row,
+        bytes_per_token=facts.bytes_per_token, bytes_per_row=facts.bytes_per_row,
+    )  # fmt: skip
+    on_gpu = mx.default_device() != mx.Device(mx.cpu)
+    config = SchedulerConfig(
+        limits=limits,
+        prefill=prefill_bounds(on_gpu=on_gpu, most=None, rows=max(ROWS))._replace(first=LONG // 4),
+        target_step_s=0.25,
+        decode_share=0.0,
+        prefix_budget=0,
+        recurrent=facts.recurrent,
+    )
+    return Leader(
+        Scheduler(config),
+        StagedRunner(runner, 0, Ends(None, ()), str(loaded.dtype)),
+        cast(ServerSocket, _NoServer()),
+        link=SingleRank(),
+        deadline=StepDeadline(600.0),
+        grammars=Grammars(_no_grammars, lambda: None),
+    )
+
+
+def _no_grammars() -> GrammarCompiler:
+    raise EngineError("A calibration has no grammars.")
+
+
+class Calibration:
+    """The two benches of one rank."""
+
+    def __init__(self, request: CalibrationRequest, counts: tuple[int, int]) -> None:
+        self._benches = [Bench(request, count) for count in dict.fromkeys(counts)]
+        weights = sum(bench.weights for bench in self._benches)
+        self.base_bytes = max(0, psutil.Process().memory_info().rss - weights)
+
+    def decode(self) -> Measured:
+        """Steps at some numbers of rows, and one row behind a long prompt. The benches take turns."""
+        found: list[Decode] = []
+        for rows, context in (*((rows, SHORT) for rows in ROWS), (1, LONG)):
+            for bench in self._benches:
+                seconds = sorted(bench.decode(rows, context))
+                quarter = len(seconds) // 4
+                found.append(
+                    Decode(
+                        layers=bench.count, rows=rows, context=context, seconds=statistics.median(seconds),
+                        spread=(seconds[-1 - quarter] - seconds[quarter]) / 2 / statistics.median(seconds),
+                    )
+                )  # fmt: skip
+        return Measured(decode=found, base_bytes=self.base_bytes)
+
+    def prompt(self) -> Measured:
+        """The chunks of a long prompt."""
+        chunks = [chunk for bench in self._benches for chunk in bench.prompt(LONG)]
+        return Measured(chunks=chunks, base_bytes=self.base_bytes)
+
+
+def main() -> None:
+    """Answer the lines on stdin."""
+    try:
+        request = msgspec.json.decode(sys.stdin.readline(), type=CalibrationRequest)
+        prepare_kernels(request.threads, request.ranks_here)
+        calibration = Calibration(request, _counts(Path(request.path)))
+        print("Ready", flush=True)
+        for line in sys.stdin:
+            found = calibration.decode() if line.strip() == "decode" else calibration.prompt()
+            print(msgspec.json.encode(found).decode(), flush=True)
+    except PhalanxError as error:
+        sys.exit(str(error))
+
+
+def _counts(path: Path) -> tuple[int, int]:
+    prepared = load.prepare(path, dtype="auto", trust_remote_code=False)
+    found = trace(lazy_model(path), path.name)
+    sizes = [0] * len(found.places)
+    for entry in prepared.plan:
+        if entry.name in found.layer_of:
+            sizes[found.layer_of[entry.name]] += entry.nbytes
+    return counts_of(sizes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""What this machine has measured of itself: kept in a file, each entry until the machine or a version changes.
+
+Does not know what is measured. A file that cannot be read counts as empty: it is measured again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+
+FILE = "calibrations.json"  # in ~/.phalanx
+MAX_ENTRIES = 200
+
+T = TypeVar("T")
+
+
+class Entry(Struct, frozen=True, kw_only=True):
+    """One measurement."""
+
+    at: float
+    """Seconds since 1970."""
+    what: str
+    """In words, for people who look into the file."""
+    value: msgspec.Raw
+
+
+class CalibrationStore:
+    """The file.
+
+    Args:
+        folder: where it lies; made with the first entry.
+        machine: everything about this machine and its software that decides how long something takes.
+    """
+
+    def __init__(self, folder: Path, machine: tuple[str, ...]) -> None:
+        self._file = folder / FILE
+        self._machine = machine
+
+    def get(self, what: tuple[str, ...], kind: type[T]) -> T | None:
+        """What was measured, unless machine or software have changed since."""
+        entry = self._read().get(self._key(what))
+        try:
+            return None if entry is None else msgspec.json.decode(entry.value, type=kind)
+        except msgspec.DecodeError:
+            return None
+
+    def put(self, what: tuple[str, ...], value: object) -> None:
+        """Keep a measurement. The oldest ones make room.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        entries = self._read()
+        raw = msgspec.Raw(msgspec.json.encode(value))
+        entries[self._key(what)] = Entry(at=time.time(), what=" ".join((*what, *self._machine)), value=raw)
+        newest = sorted(entries.items(), key=lambda item: -item[1].at)[:MAX_ENTRIES]
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        beside = self._file.with_suffix(f".{os.getpid()}")
+        beside.write_bytes(msgspec.json.format(msgspec.json.encode(dict(newest))))
+        beside.replace(self._file)
+
+    def _key(self, what: tuple[str, ...]) -> str:
+        return hashlib.blake2b(msgspec.json.encode((what, self._machine)), digest_size=12).hexdigest()
+
+    def _read(self) -> dict[str, Entry]:
+        try:
+            return msgspec.json.decode(self._file.read_bytes(), type=dict[str, Entry])
+        except (OSError, msgspec.DecodeError, RecursionError):
+            return {}

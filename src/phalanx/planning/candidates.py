@@ -1,0 +1,259 @@
+"""The plans worth a look for some hosts, and what memory each leaves: layers of each stage, context, rows.
+
+Pure. A plan fits exactly if the start would accept it: `memory.check_group` and `memory.serving_budget` decide both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from phalanx import memory
+from phalanx.dist.topology import LayerCost, Parts, Room, Topology, split_layers
+from phalanx.errors import ConfigError, MemoryShortage
+from phalanx.memory import MachineMemory, MemoryBudget, Prediction
+from phalanx.planning.model_shape import ModelShape, RankParts, total
+
+READ_AHEAD = 128 << 20  # bytes that a loading rank holds besides the tensor that it keeps
+DEFAULT_CONTEXT = 8192  # where the model names none
+GRANULE = 256  # tokens; rows grow by so many
+ROW = 4096  # tokens of the rows that are counted
+
+
+class PlanHost(Struct, frozen=True, kw_only=True):
+    """A host as plans see it."""
+
+    name: str
+    memory: MachineMemory
+    guard: int
+    """Bytes that stay free."""
+
+
+class Candidate(Struct, frozen=True, kw_only=True):
+    """A way to use hosts: groups that are alike, each of stages that are equally wide."""
+
+    stages: int = 1
+    width: int = 1
+    replicas: int = 1
+    hosts: tuple[str, ...]
+    """By rank, of each replica after the other."""
+
+    @property
+    def size(self) -> int:
+        """Ranks of one group."""
+        return self.stages * self.width
+
+    @property
+    def ranks_here(self) -> int:
+        """Ranks on the fullest host."""
+        return max(self.hosts.count(host) for host in self.hosts)
+
+    @property
+    def name(self) -> str:
+        """In a few words."""
+        kinds = [f"tp {self.width}"] * (self.width > 1) + [f"pp {self.stages}"] * (self.stages > 1)
+        group = " x ".join(kinds) or "one rank"
+        return group if self.replicas == 1 else f"{self.replicas} replicas of {group}"
+
+    @property
+    def flags(self) -> str:
+        """The flags of `serve`, or of `up`."""
+        shape = [f"--tp {self.width}"] * (self.width > 1) + [f"--pp {self.stages}"] * (self.stages > 1)
+        return " ".join([*shape, *([f"--replicas {self.replicas}"] if self.replicas > 1 else [])]) or "--tp 1"
+
+
+class RankMemory(Struct, frozen=True, kw_only=True):
+    """What one rank needs, in bytes."""
+
+    host: str
+    rank: int
+    layers: tuple[int, int]
+    weights: int
+    loading: int
+    """Besides, while it loads."""
+    kv: int
+    """For running rows."""
+    prefixes: int
+    """For kept prefixes."""
+
+
+class Fit(Struct, frozen=True, kw_only=True):
+    """What memory makes of a candidate."""
+
+    candidate: Candidate
+    ranks: tuple[RankMemory, ...] = ()
+    split: tuple[int, ...] = ()
+    """Layers of each stage."""
+    context: int = 0
+    """Tokens of the longest row."""
+    rows: int = 0
+    """Rows of 4,096 tokens, or of the context if that is shorter; of all replicas."""
+    problem: str = ""
+    """Why it does not fit; "" if it does."""
+
+
+def candidates(shape: ModelShape, hosts: Sequence[str], *, ranks_here: int = 1) -> list[Candidate]:
+    """All plans for some hosts, in their order.
+
+    Args:
+        ranks_here: ranks that may share a host, where there is only one.
+    """
+    found = [Candidate(hosts=(host,)) for host in hosts]
+    slots = list(hosts) * (ranks_here if len(hosts) == 1 else 1)
+    for size in range(2, len(slots) + 1):
+        for stages, width in _grids(shape, size):
+            found.append(Candidate(stages=stages, width=width, hosts=tuple(slots[:size])))
+    if len(hosts) > 1:
+        for size in range(1, len(hosts) // 2 + 1):
+            replicas = len(hosts) // size
+            for stages, width in [(1, 1)] if size == 1 else _grids(shape, size):
+                ranks = tuple(hosts[: replicas * size])
+                found.append(Candidate(stages=stages, width=width, replicas=replicas, hosts=ranks))
+    return found
+
+
+def _grids(shape: ModelShape, size: int) -> Iterator[tuple[int, int]]:
+    """Stages and their width, for so many ranks."""
+    for stages in range(1, size + 1):
+        width, rest = divmod(size, stages)
+        can_cut = stages == 1 or (not shape.uncut and stages <= shape.n_layers)
+        if not rest and width in shape.degrees and can_cut:
+            yield stages, width
+
+
+def fit_memory(
+    shape: ModelShape,
+    candidate: Candidate,
+    hosts: Mapping[str, PlanHost],
+    *,
+    max_len: int | None = None,
+    kv_gb: float | None = None,
+) -> Fit:
+    """What a candidate needs and leaves, or why it does not fit.
+
+    Args:
+        max_len: the context that is asked for; None: what fits, up to the model's own.
+        kv_gb: --kv-cache-gb.
+    """
+    fits = []
+    for first in range(0, len(candidate.hosts), candidate.size):
+        group = replace(candidate, replicas=1, hosts=candidate.hosts[first : first + candidate.size])
+        one = _fit_group(shape, group, hosts, max_len, kv_gb)
+        if one.problem:
+            return replace(one, candidate=candidate)
+        fits.append(one)
+    return Fit(
+        candidate=candidate,
+        ranks=tuple(rank for one in fits for rank in one.ranks),
+        split=fits[0].split,
+        context=min(one.context for one in fits),
+        rows=sum(one.rows for one in fits),
+    )
+
+
+def _fit_group(
+    shape: ModelShape, group: Candidate, hosts: Mapping[str, PlanHost], max_len: int | None, kv_gb: float | None
+) -> Fit:
+    if max_len is not None and shape.max_len is not None and max_len > shape.max_len:
+        return Fit(candidate=group, problem=f"the model's own context is {shape.max_len:,} tokens")
+    parts, whole = shape.share(group.width), shape.whole
+    topology = Topology((group.width,) * group.stages)
+    try:
+        split = _split(whole, topology, [hosts[name] for name in group.hosts], group)
+        predictions = [_prediction(parts, topology, split, group, rank, hosts) for rank in range(group.size)]
+        memory.check_group(shape.name, predictions)
+        budgets = [_budget(prediction, predictions, parts, split, topology, kv_gb) for prediction in predictions]
+    except (MemoryShortage, ConfigError) as error:
+        return Fit(candidate=group, problem=error.message.partition("\n")[0])
+    whole_token, whole_row = sum(parts.kv_token_bytes), sum(parts.kv_row_bytes)
+    spaces = []
+    for rank, budget in enumerate(budgets):
+        own = split[topology.place(rank).stage]
+        token, row = _kv(parts, own)
+        spaces.append(
+            int(budget.kv * min((w / m for m, w in ((token, whole_token), (row, whole_row)) if m), default=1))
+        )
+    kv = min(spaces)
+    context = min(max_len or shape.max_len or DEFAULT_CONTEXT, _longest(kv, whole_token, whole_row))
+    if max_len is not None and context < max_len:
+        return Fit(candidate=group, problem=f"a row of {max_len:,} tokens does not fit; one of {context:,} does")
+    length = min(ROW, context) if context else ROW
+    return Fit(
+        candidate=group,
+        ranks=tuple(
+            RankMemory(
+                host=one.host, rank=one.rank, layers=_ends(split[topology.place(one.rank).stage]), weights=one.weights,
+                loading=one.working, kv=budget.kv, prefixes=budget.prefix,
+            )
+            for one, budget in zip(predictions, budgets, strict=True)
+        ),
+        split=tuple(len(layers) for layers in split),
+        context=context,
+        rows=kv // max(1, -(-length // GRANULE) * GRANULE * whole_token + whole_row),
+    )  # fmt: skip
+
+
+def _ends(layers: range) -> tuple[int, int]:
+    return layers.start, layers.stop
+
+
+def _split(whole: RankParts, topology: Topology, hosts: Sequence[PlanHost], group: Candidate) -> tuple[range, ...]:
+    """The layers of each stage, as the start shares them out."""
+    if topology.n_stages == 1:
+        return (range(len(whole.layers)),)
+    costs = Parts(
+        embedding=LayerCost(split=whole.before.stored),
+        layers=tuple(LayerCost(split=part.stored, cost=part.stored) for part in whole.layers),
+        head=LayerCost(split=whole.behind.stored, cost=whole.behind.stored),
+        everywhere=LayerCost(split=0, whole=whole.everywhere.stored),
+    )
+    rooms = [
+        Room(host.name, max(0, host.memory.available - host.guard) // group.hosts.count(host.name)) for host in hosts
+    ]
+    return split_layers(topology, costs, rooms)
+
+
+def _prediction(
+    parts: RankParts,
+    topology: Topology,
+    split: Sequence[range],
+    group: Candidate,
+    rank: int,
+    hosts: Mapping[str, PlanHost],
+) -> Prediction:
+    layers = split[topology.place(rank).stage]
+    own = total(parts.stage(layers.start, layers.stop))
+    host = hosts[group.hosts[rank]]
+    token, row = _kv(parts, layers)
+    return Prediction(
+        host=host.name, rank=rank, weights=own.kept, working=own.largest + min(READ_AHEAD, own.stored),
+        kv=GRANULE * token + row, guard=host.guard, machine=host.memory,
+    )  # fmt: skip
+
+
+def _budget(
+    one: Prediction,
+    every: Sequence[Prediction],
+    parts: RankParts,
+    split: Sequence[range],
+    topology: Topology,
+    kv_gb: float | None,
+) -> MemoryBudget:
+    """What is left for rows once all ranks of the place have loaded; they share it equally."""
+    beside = [other for other in every if other.place == one.place]
+    free = one.machine.available - sum(other.weights for other in beside) - one.guard
+    machine = replace(one.machine, available=one.guard + max(0, free) // len(beside))
+    token, row = _kv(parts, split[topology.place(one.rank).stage])
+    return memory.serving_budget(machine, one.guard, kv_gb, None, minimum_kv=GRANULE * token + row)
+
+
+def _kv(parts: RankParts, layers: range) -> tuple[int, int]:
+    """Bytes of a token and of a row, in some layers."""
+    own = slice(layers.start, layers.stop)
+    return sum(parts.kv_token_bytes[own]), sum(parts.kv_row_bytes[own])
+
+
+def _longest(kv: int, token: int, row: int) -> int:
+    return 1 << 40 if not token else max(0, (kv - row) // token) // GRANULE * GRANULE

@@ -1,0 +1,102 @@
+"""Turns measured steps and chunks into the times of layers and of everything else: slopes and intercepts.
+
+Pure. Does not know what was measured where (`engine/calibration.py`).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from phalanx.planning.timings import DecodePoint, RankTimings
+
+
+class Decode(Struct, frozen=True, kw_only=True):
+    """A decode step of a model of so many layers."""
+
+    layers: int
+    rows: int
+    context: int
+    seconds: float
+    spread: float
+
+
+class Chunk(Struct, frozen=True, kw_only=True):
+    """A prompt's chunk in a model of so many layers, behind `context` tokens."""
+
+    layers: int
+    tokens: int
+    context: int
+    seconds: float
+
+
+class Measured(Struct, frozen=True, kw_only=True):
+    """What one process measured."""
+
+    decode: list[Decode] = []
+    chunks: list[Chunk] = []
+    base_bytes: int = 0
+
+
+def fit(degree: int, decoding: Sequence[Measured], prompts: Sequence[Measured]) -> RankTimings:
+    """The times of a rank, of what several processes measured beside each other: the slowest counts, as they wait for
+    each other.
+
+    Args:
+        decoding, prompts: of each process.
+    """
+    steps = [step for one in decoding for step in one.decode]
+    rows = sorted({step.rows for step in steps})
+    short = min(step.context for step in steps)
+    points = []
+    for count in rows:
+        layer_s, ends_s = _line(_slowest([step for step in steps if (step.rows, step.context) == (count, short)]))
+        points.append(DecodePoint(rows=count, layer_s=layer_s, ends_s=ends_s))
+    long = max(step.context for step in steps)
+    behind, _ = _line(_slowest([step for step in steps if (step.rows, step.context) == (1, long)]))
+    per_context = max(0.0, behind - points[0].layer_s) / max(1, long - short)
+    token_s, token_context_s = _of_chunks([chunk for one in prompts for chunk in one.chunks])
+    return RankTimings(
+        degree=degree,
+        decode=tuple(points),
+        decode_context_s=per_context,
+        token_s=token_s,
+        token_context_s=token_context_s,
+        spread=statistics.median(step.spread for step in steps),
+        base_bytes=max((one.base_bytes for one in (*decoding, *prompts)), default=0),
+    )
+
+
+def _slowest(steps: Sequence[Decode]) -> dict[int, float]:
+    """By number of layers: the slowest process."""
+    found: dict[int, float] = {}
+    for step in steps:
+        found[step.layers] = max(found.get(step.layers, 0.0), step.seconds)
+    return found
+
+
+def _line(by_layers: dict[int, float]) -> tuple[float, float]:
+    """Slope and intercept; of a single number of layers, all of it is slope."""
+    few, more = min(by_layers), max(by_layers)
+    if few == more:
+        return by_layers[few] / few, 0.0
+    slope = max(0.0, (by_layers[more] - by_layers[few]) / (more - few))
+    return slope, max(0.0, by_layers[few] - slope * few)
+
+
+def _of_chunks(chunks: Sequence[Chunk]) -> tuple[float, float]:
+    """Seconds of a layer for a prompt token, and for a prompt token and a token before it: least squares over chunks.
+
+    What surrounds the layers takes no time that could be told from noise: a chunk needs no head.
+    """
+    xs = [chunk.context + chunk.tokens / 2 for chunk in chunks]
+    ys = [chunk.seconds / chunk.tokens / chunk.layers for chunk in chunks]
+    if not chunks:
+        return 0.0, 0.0
+    mean_x, mean_y = statistics.fmean(xs), statistics.fmean(ys)
+    varies = sum((x - mean_x) ** 2 for x in xs)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / varies if varies else 0.0
+    slope = min(max(0.0, slope), mean_y / max(1.0, mean_x))
+    return mean_y - slope * mean_x, slope

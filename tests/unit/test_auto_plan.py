@@ -1,0 +1,73 @@
+"""`--tp auto`: the words of `serve`, with the numbers that the planner recommends."""
+
+from __future__ import annotations
+
+import pytest
+from support.planning import host, shape, timings
+
+from phalanx.cli import auto_plan, main
+from phalanx.cli.auto_plan import planned_here, without_auto
+from phalanx.cluster.planner import Planned, PlanRequest
+from phalanx.errors import ConfigError, ExitCode, MemoryShortage
+from phalanx.planning.candidates import Candidate, Fit, fit_memory
+from phalanx.planning.predictor import predict
+from phalanx.planning.recommendation import GroupPlan
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[PlanRequest]:
+    requests: list[PlanRequest] = []
+
+    async def make_plans(request: PlanRequest) -> Planned:
+        requests.append(request)
+        machine, model = host(), shape()
+        fit = fit_memory(model, Candidate(stages=2, hosts=("a", "a")), {"a": machine})
+        slow = fit_memory(model, Candidate(hosts=("a",)), {"a": machine})
+        plans = [
+            GroupPlan(fit=slow, speed=predict(model, slow, {"a": timings(layer_s=0.1)}, None)),
+            GroupPlan(fit=fit, speed=predict(model, fit, {"a": timings()}, None)),
+        ]
+        if request.model == "large":
+            plans = [GroupPlan(fit=Fit(candidate=one.candidate, problem="a lacks 3.00 GiB")) for one in plans]
+        return Planned(shape=model, hosts=[machine], plans=plans)
+
+    monkeypatch.setattr(auto_plan, "make_plans", make_plans)
+    return requests
+
+
+def test_words_without_auto_are_left_alone(asked):
+    words = ["serve", "demo", "--tp", "2", "--served-model-name", "automat"]
+    assert planned_here(words) == words and asked == []
+    assert without_auto(words) == (tuple(words), False)
+
+
+@pytest.mark.parametrize("words", [["--tp", "auto", "--pp", "auto"], ["-tp", "auto"], ["--pp=auto"]])
+def test_auto_becomes_the_recommended_shape_and_says_why(asked, capsys: pytest.CaptureFixture[str], words):
+    given = ["serve", "some/model", *words, "--port", "1", "--max-model-len", "4096", "--kv-cache-gb", "1.5"]
+    found = planned_here(given)
+    assert found[:2] == ["serve", "some/model"] and found[-4:] == ["--tp", "1", "--pp", "2"]
+    assert "auto" not in " ".join(found)
+    assert asked == [PlanRequest(model="some/model", max_len=4096, kv_gb=1.5)]
+    assert "plan: pp 2 (--pp 2)." in capsys.readouterr().err
+
+
+def test_without_a_model_the_demo_is_planned(asked):
+    planned_here(["serve", "--tp", "auto"])
+    assert asked[0].model == "demo"
+
+
+@pytest.mark.parametrize("other", [["--pp", "2"], ["--pp-split", "3,5"]])
+def test_auto_beside_a_choice_is_refused(asked, other):
+    with pytest.raises(ConfigError, match=f"chooses ranks and stages together, but there is {other[0]} {other[1]}"):
+        planned_here(["serve", "demo", "--tp", "auto", *other])
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_loaded(asked):
+    with pytest.raises(MemoryShortage, match=r"one rank: a lacks 3.00 GiB\n  pp 2: a lacks"):
+        planned_here(["serve", "large", "--tp", "auto"])
+    assert main.main(["serve", "large", "--tp", "auto"]) == ExitCode.MEMORY
+
+
+def test_help_plans_nothing(asked, capsys: pytest.CaptureFixture[str]):
+    assert main.main(["serve", "--tp", "auto", "--help"]) == 0
+    assert asked == [] and "phalanx plan" in capsys.readouterr().out
