@@ -21,7 +21,7 @@ LAYERS = {
     **dict.fromkeys(("", "errors", "faults", "types", "log_limits", "environment", "private_files", "demo"), 0),
     **dict.fromkeys(("open_files", "speculation_config", "mlx_lm_adapter", "http"), 0),
     **dict.fromkeys(("config", "memory", "rank_variables", "tls", "sched", "text"), 1),
-    **dict.fromkeys(("dist", "kernels", "bench", "catalog"), 2),
+    **dict.fromkeys(("dist", "kernels", "bench", "catalog", "prefix_store"), 2),
     **dict.fromkeys(("cluster", "supervision"), 3),
     **dict.fromkeys(("model", "server", "gateway"), 4),
     "spec": 5,
@@ -85,7 +85,7 @@ PURE = (
     ),
     *(f"dist/{name}.py" for name in "stage_frames stall topology".split()),
     *(f"server/endpoints/{name}.py" for name in "migration determinism_key".split()),
-    "model/gguf/gguf_header.py", "model/gguf/gguf_pretokenizers.py",
+    "model/gguf/gguf_header.py", "model/gguf/gguf_pretokenizers.py", "prefix_store/index_log.py",
     *(f"supervision/{name}.py" for name in "fast_synch rank_log restarts".split()),
     "text/schema_places.py", "text/stop_strings.py",
 )  # fmt: skip

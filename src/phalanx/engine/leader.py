@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import mlx.core as mx
 
 from phalanx.dist.fault_injection import Injection
+from phalanx.engine.disk import DiskOutcomes
 from phalanx.engine.execute import Execution, execute
 from phalanx.engine.link import LeaderLink, SingleRank
 from phalanx.engine.mirror import Mirror
@@ -39,6 +40,7 @@ from phalanx.types import (
     Cancel,
     EngineStats,
     Finish,
+    KeepOwners,
     Ping,
     Pong,
     ResetPrefixCache,
@@ -74,6 +76,7 @@ class Leader:
         metadata: SamplingMetadataCache | None = None,
         speculator: Speculator | None = None,
         grammars: Grammars,
+        disk_outcomes: DiskOutcomes | None = None,
         plans_ahead: int = 0,
     ) -> None:
         self.scheduler = scheduler
@@ -92,6 +95,7 @@ class Leader:
         self._metadata = metadata or SamplingMetadataCache()
         self._speculator = speculator
         self._grammars = grammars
+        self._disk_outcomes = disk_outcomes
         self._prompt_scores = PromptScores()
         self._pings: list[int] = []  # nonces to be answered after this step
         self._release_at_once = False  # the prefix cache was dropped, and its memory should not wait
@@ -147,6 +151,8 @@ class Leader:
     def _plan(self) -> tuple[Step, float] | None:
         """Draft, schedule and broadcast. Returns the plan and its time limit; None if there is nothing to do."""
         self._take_grammars()
+        if self._disk_outcomes is not None:
+            self._disk_outcomes.take()
         drafts = self._draft()
         step = self.scheduler.schedule(time.monotonic(), drafts, self._grammars.held)
         return None if step is None else (step, self._broadcast(step))
@@ -302,6 +308,8 @@ class Leader:
             case ResetPrefixCache():
                 self.scheduler.reset_prefix_cache()
                 self._release_at_once = True
+            case KeepOwners():
+                self.scheduler.disk.keep_owners(message.owners)
             case Shutdown():
                 self._stopping = True
 
@@ -344,6 +352,11 @@ class Leader:
             prefix_bytes=scheduler.prefix.used,
             prefix_queries=counters.prefix_queries,
             prefix_hits=counters.prefix_hits,
+            disk_queries=scheduler.disk.queries,
+            disk_hits=counters.disk_hits,
+            disk_failures=scheduler.disk.failures,
+            disk_mismatches=0 if self._disk_outcomes is None else self._disk_outcomes.mismatches,
+            disk_blocks=len(scheduler.disk.index),
             preemptions=counters.preemptions,
             prefill_tokens=counters.prefill_tokens,
             generated_tokens=counters.generated_tokens,
