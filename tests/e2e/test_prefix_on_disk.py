@@ -179,7 +179,7 @@ def test_another_precision_starts_empty(tmp_path):
     ("flags", "said"),
     [
         ({"prefix_cache_gb": 0.0}, "needs memory to read into"),
-        ({"prefix_cache_disk_gb": 0.0}, "holds no block"),
+        ({"prefix_cache_disk_gb": 0.0}, "holds no 256 tokens"),
     ],
 )
 def test_sizes_that_hold_nothing_are_refused(tmp_path, flags, said):

@@ -56,3 +56,23 @@ def test_after_a_restart_every_rank_loads_its_part(plan, tmp_path: Path):
     assert damaged[1:] == (0, 1) and damaged[0] == first[0]
     mended = asyncio.run(life("d"))
     assert mended[1:] == (256, 0) and mended[0] == first[0]
+
+
+def test_stages_with_and_without_recurrent_state_load_whole_prefixes(tmp_path: Path):
+    """Of four layers the last has attention, and three have states: a block of one stage holds nothing."""
+    path = make_model("qwen3_next", tmp_path / "model")
+    sizes = {"kv_cache_gb": 0.25, "prefix_cache_gb": 0.05, "max_num_batched_tokens": 64}
+    cache = str(tmp_path / "cache")
+    config = EngineConfig(model=str(path), prefix_cache_dir=cache, pipeline_parallel_size=2, **sizes, **PATIENT)
+
+    async def life(prompt: list[int]) -> tuple[list[int], int]:
+        async with running(config) as driver:
+            (tokens,) = await driver.generate(ask("a", prompt, 12))
+            return tokens, driver.finished["a"].disk_tokens
+
+    first, loaded = asyncio.run(life(PROMPT))
+    longer = [*PROMPT, *first, 8, 9]
+    second, loaded = asyncio.run(life(longer))
+    assert loaded == len(PROMPT) + len(first) - 1
+    third, loaded = asyncio.run(life(longer))
+    assert third == second and loaded == len(PROMPT) + len(first) - 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from phalanx.errors import ConfigError
 from phalanx.model.disk_blocks import BlockLayout, DiskBlocks
 from phalanx.model.runner import Runner
 from phalanx.prefix_store.store import PrefixStore
-from phalanx.sched.disk_index import DiskIndex
+from phalanx.sched.disk_index import BLOCK_TOKENS, DiskIndex
 from phalanx.sched.disk_prefixes import DiskPrefixes
 from phalanx.sched.plan import DiskBlock, DiskOutcome
 
@@ -34,8 +34,8 @@ class _Held(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank has on its disk, and how much that may be."""
 
     names: bytes  # of 16 bytes each
-    max_blocks: int
-    max_endings: int
+    sizes: tuple[int, int]  # bytes of a block, and of the largest ending
+    recurrent: bool
 
 
 class OpenedStore(NamedTuple):
@@ -73,13 +73,13 @@ def open_store(
         hashlib.blake2b(msgspec.json.encode(facts), digest_size=16).hexdigest(),
         layout.sizes,
     )
-    own = _Held(names=b"".join(block.name for block in store.blocks), **_limits(config, layout))
+    own = _Held(
+        names=b"".join(block.name for block in store.blocks), sizes=layout.sizes, recurrent=runner.facts.recurrent
+    )
     everyone = link.share(own)
     common = set.intersection(*(_names(held.names) for held in everyone))
     store.drop([block.name for block in store.blocks if block.name not in common])
-    return OpenedStore(
-        store, store.blocks, min(held.max_blocks for held in everyone), min(held.max_endings for held in everyone)
-    )
+    return OpenedStore(store, store.blocks, *_limits(config.prefix_cache_disk_gb, everyone))
 
 
 def serve_blocks(
@@ -126,18 +126,19 @@ def open_index(opened: OpenedStore, prefixes: DiskPrefixes, ranks: int, *, whole
     index.add(opened.blocks)
     prefixes.open(index, ranks, verify=verify and not whole_only)
     prefixes.drop(index.trim())
-    log.info("prefixes on disk: %d blocks of %d tokens, room for %d", len(index), 256, opened.max_blocks)
+    log.info("prefixes on disk: %d blocks of %d tokens, room for %d", len(index), BLOCK_TOKENS, opened.max_blocks)
 
 
-def _limits(config: EngineConfig, layout: BlockLayout) -> dict[str, int]:
-    budget = int(config.prefix_cache_disk_gb * GIB)
-    sizes = [size + INDEX_BYTES for size in layout.sizes if size]
-    limits = [budget // len(sizes) // size for size in sizes]
-    if not min(limits):
+def _limits(disk_gb: float, everyone: Sequence[_Held]) -> tuple[int, int]:
+    """Blocks and endings that every disk has room for; there are endings with recurrent state only."""
+    recurrent = any(held.recurrent for held in everyone)
+    share = int(disk_gb * GIB) // (2 if recurrent else 1)
+    blocks, endings = (max(held.sizes[i] for held in everyone) + INDEX_BYTES for i in range(2))
+    if share < (endings if recurrent else blocks):
         raise ConfigError(
-            f"--prefix-cache-disk-gb {config.prefix_cache_disk_gb:g} holds no block of {max(sizes) / GIB:.3f} GiB."
+            f"--prefix-cache-disk-gb {disk_gb:g} holds no {BLOCK_TOKENS} tokens of a prefix.", remedy="Raise it."
         )
-    return {"max_blocks": limits[0], "max_endings": limits[1] if len(limits) > 1 else 0}
+    return share // blocks, share // endings if recurrent else 0
 
 
 def _names(joined: bytes) -> set[bytes]:

@@ -58,10 +58,9 @@ class BlockLayout:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Bytes of a block, and of the largest ending (0 without recurrent state)."""
+        """Bytes of a block, and of the largest ending."""
         tokens = BLOCK_TOKENS * self._bytes(by_token=True)
-        state = self._bytes(by_token=False)
-        return tokens, tokens + state if state else 0
+        return tokens, tokens + self._bytes(by_token=False)
 
     def _bytes(self, *, by_token: bool) -> int:
         shapes = [shape for leaf in self._leaves for tokens, shape in leaf if tokens is by_token]
