@@ -21,7 +21,7 @@ LAYERS = {
     **dict.fromkeys(("", "errors", "faults", "types", "log_limits", "environment", "private_files", "demo"), 0),
     **dict.fromkeys(("open_files", "speculation_config", "mlx_lm_adapter", "http"), 0),
     **dict.fromkeys(("config", "memory", "rank_variables", "tls", "sched", "text"), 1),
-    **dict.fromkeys(("dist", "kernels", "bench", "catalog"), 2),
+    **dict.fromkeys(("dist", "kernels", "bench", "catalog", "prefix_store"), 2),
     **dict.fromkeys(("planning", "supervision"), 3),
     **dict.fromkeys(("cluster", "model", "server", "gateway"), 4),
     "spec": 5,
@@ -88,6 +88,7 @@ PURE = (
     *(f"dist/{name}.py" for name in "stage_frames stall topology".split()),
     *(f"server/endpoints/{name}.py" for name in "migration determinism_key".split()),
     "model/gguf/gguf_header.py", "model/gguf/gguf_pretokenizers.py", "model/model_limits.py",
+    "prefix_store/index_log.py",
     *(
         f"planning/{name}.py"
         for name in "candidates fit group_overhead model_shape predictor recommendation timings".split()

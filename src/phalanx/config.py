@@ -117,6 +117,14 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """GiB for the KV buffers of running rows."""
     prefix_cache_gb: Annotated[Size | None, Flag("Memory", default="20 % of what --memory-guard-gb leaves")] = None
     """GiB for kept prefixes of finished rows; 0 is off."""
+    prefix_cache_dir: Annotated[str | None, Flag("Memory", metavar="DIR")] = None
+    """Keep prefixes on disk as well, so that they survive a restart: in this directory on each host, for this server
+    alone. Prompts and answers lie there in clear, readable by this user only."""
+    prefix_cache_disk_gb: Annotated[Size, Flag("Memory")] = 10.0
+    """GiB of disk that a rank uses for them."""
+    verify_restores: Annotated[bool, Flag("Memory")] = False
+    """Compute the last 256 tokens of every prefix from disk again: one that differs by more than rounding is deleted,
+    counted and logged. Not with recurrent state."""
     memory_guard_gb: Annotated[
         Size | None,
         Flag("Memory", default="10 %, at least 5; 10 % of an NVIDIA GPU's memory", variable=GUARD_VARIABLES[0]),

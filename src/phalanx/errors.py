@@ -226,6 +226,10 @@ class CollectiveFault(EngineError):
     """An all-reduce returned a wrong sum; the message names step and layer. Nothing of that step is committed."""
 
 
+class StoreError(EngineError):
+    """A block of a prefix on disk is missing or damaged. Its prefix is computed instead."""
+
+
 class ExitCode(enum.IntEnum):
     """Exit status of a rank process, by which supervisors decide whether to restart it."""
 

@@ -168,6 +168,11 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     prefix_bytes: int = 0  # gauge
     prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
     prefix_hits: int = 0  # prompt tokens found in it
+    disk_queries: int = 0  # prompt tokens looked up on disk
+    disk_hits: int = 0  # prompt tokens loaded from there, which are among `prefix_hits`
+    disk_failures: int = 0  # loads that failed on some rank, or took too long
+    disk_mismatches: int = 0  # restored prefixes that were not what computing them gives (`--verify-restores`)
+    disk_blocks: int = 0  # blocks of prefixes on every rank's disk (gauge)
     preemptions: int = 0
     prefill_tokens: int = 0
     generated_tokens: int = 0
@@ -215,11 +220,17 @@ class ResetPrefixCache(Struct, frozen=True, tag="ResetPrefixCache"):
     """Drop all cached prefixes and free MLX's buffer cache."""
 
 
+class KeepOwners(Struct, frozen=True, tag="KeepOwners"):
+    """Delete what is on disk of prefixes of all other API keys: theirs are not accepted any more."""
+
+    owners: list[str]
+
+
 class Shutdown(Struct, frozen=True, tag="Shutdown"):
     """End the engine process now. The server sends it after draining."""
 
 
-ToEngine = Submit | Cancel | Finish | Ping | ResetPrefixCache | Shutdown
+ToEngine = Submit | Cancel | Finish | Ping | ResetPrefixCache | KeepOwners | Shutdown
 
 
 # Messages leader -> server ---------------------------------------------------------------------------------------
@@ -276,6 +287,7 @@ class Finished(Struct, frozen=True, tag="Finished"):
     stop_id: int | None = None  # the stop token that ended it; None if none did
     drafted_tokens: int = 0  # draft tokens that were verified
     accepted_tokens: int = 0  # draft tokens that were accepted
+    disk_tokens: int = 0  # of `cached_tokens`, those loaded from disk for this sequence
 
 
 class Pong(Struct, frozen=True, tag="Pong"):

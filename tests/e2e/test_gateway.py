@@ -344,3 +344,32 @@ def test_a_conversation_stays_on_its_replica():
                 assert len(stubs["x"]) == len(stubs["y"]) == 1 and stubs["x"] != stubs["y"]
 
     run(scenario())
+
+
+@pytest.mark.parametrize("keeps_prefixes", [True, False])
+def test_a_conversation_waits_for_a_replica_that_has_it_on_disk_and_for_no_other(keeps_prefixes):
+    """Other conversations come meanwhile, so that the other replica is the one whose turn it is."""
+
+    async def scenario() -> None:
+        async with StubReplica(streaming(1)) as a, StubReplica(streaming(1)) as b:
+            a.keeps_prefixes = b.keeps_prefixes = keeps_prefixes
+            async with gateway(a.url, b.url, policy="cache_aware", health_failure_threshold=1) as client:
+
+                async def ask(topic: str) -> str:
+                    body = {"model": "m", "messages": [{"role": "user", "content": topic * 900}], "stream": True}
+                    async with client.request("POST", CHAT, body) as response:
+                        await response.read()
+                        return response.headers["x-phalanx-replica"]
+
+                home = await ask("x")
+                stub = a if a.calls else b
+                stub.health = 503
+                async with asyncio.timeout(LIMIT_S):
+                    while list((await client.get("/health"))[1]["replicas"].values()).count("ok") != 1:
+                        await asyncio.sleep(0.01)
+                stub.health = 200
+                await client.until_up(2)
+                assert [await ask("y"), await ask("z")] != [home, home]
+                assert ((await ask("x")) == home) is keeps_prefixes
+
+    run(scenario())

@@ -119,6 +119,7 @@ class StubReplica:
         self.may_list.set()
         self.resets = b""  # a head with these bytes is answered by a reset while its body comes; empty: none is
         self.early = b""  # instead of the reset: an answer, after which nothing is read
+        self.keeps_prefixes = False  # as its /health tells
         self.determinism_key = ""  # that its /health tells; empty: none, as other vendors' servers
         self.calls: list[Call] = []  # but those for health and models
         self.running = 0
@@ -193,6 +194,7 @@ class StubReplica:
             figures = {"running": self.running, "waiting": 0, "limit": self.limit}
             body = {"status": "ok"} | ({"requests": figures} if self.limit is not None else {})
             body |= {"determinism_key": self.determinism_key} if self.determinism_key else {}
+            body |= {"keeps_prefixes": True} if self.keeps_prefixes else {}
             await call.whole(self.health, body if self.health == 200 else {"reason": "the engine is restarting"})
         elif call.path == "/v1/models":
             await call.whole(200, {"object": "list", "data": [{"id": name, "object": "model"} for name in self.models]})

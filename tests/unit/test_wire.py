@@ -20,10 +20,10 @@ from phalanx.types import Batch, Cancel, Finished, FromEngine, Ping, PromptScore
 HEADER = struct.Struct("<BI")  # version, length
 
 NAMES = {
-    ToEngine: "Submit Cancel Finish Ping ResetPrefixCache Shutdown",
+    ToEngine: "Submit Cancel Finish Ping ResetPrefixCache KeepOwners Shutdown",
     FromEngine: "Loading Ready Batch Pong Failed",
     Tokens | PromptScored | Finished: "Tokens PromptScored Finished",
-    Message: "Hello Admitted Welcome Refused Payload Heartbeat Goodbye",
+    Message: "Hello Admitted Welcome Refused Payload Notice Heartbeat Goodbye",
     ToAgent: "AskPorts RunRank RunDaemon Signal KeepAlive",
     FromAgent: "Welcome Ports Started Output Ended KeepAlive",
 }

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from phalanx.config import GroupConfig
 from phalanx.dist.handshake import LeaderHandshake, Member, join_leader
-from phalanx.dist.peers import Identity, Payload, PeerFailure, WatchdogLimits, encode
+from phalanx.dist.peers import Identity, Notice, Payload, PeerFailure, WatchdogLimits, encode
 from phalanx.dist.watchdog import Peer, Watchdog, exit_on_failure
 from phalanx.errors import ExitCode, PeerLate, PeerLost
 from phalanx.tls.host_credentials import Credentials
@@ -116,6 +116,10 @@ class LeaderChannel(_Channel):
         """Whether `collect` would not wait: every worker's payload is here, or the group has failed."""
         return not any(peer.inbox.empty() for peer in self._watchdog.peers)
 
+    def listen(self, on_notice: Callable[[bytes], object]) -> None:
+        """Have what workers `notify` handed over, on the watchdog's thread."""
+        self._watchdog.on_notice = on_notice
+
     def collect(self, timeout_s: float | None) -> list[bytes]:
         """One payload from each worker, in rank order.
 
@@ -176,6 +180,10 @@ class WorkerChannel(_Channel):
     def send(self, payload: bytes) -> None:
         """Send to the leader. Returns once the kernel has the data."""
         self._watchdog.send(self._peer, encode(Payload(payload)))
+
+    def notify(self, payload: bytes) -> None:
+        """Send to the leader unasked; any thread may call this."""
+        self._watchdog.send(self._peer, encode(Notice(payload)))
 
 
 def _take(peer: Peer, timeout_s: float | None) -> bytes | None:

@@ -8,7 +8,7 @@ from msgspec import Struct
 from phalanx.dist.frames import frame
 from phalanx.errors import ConfigError, ExitCode, FrameError
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the messages below. Ranks with different versions do not form a group."""
 
 
@@ -106,6 +106,12 @@ class Payload(Struct, frozen=True, tag="Payload"):
     data: bytes
 
 
+class Notice(Struct, frozen=True, tag="Notice"):
+    """A message that a worker sends unasked, which the channel does not decode; the leader takes it at once."""
+
+    data: bytes
+
+
 class Heartbeat(Struct, frozen=True, tag="Heartbeat"):
     """Sent regularly: the rank is alive, and its engine thread is at this step."""
 
@@ -121,7 +127,7 @@ class Goodbye(Struct, frozen=True, tag="Goodbye"):
     failure: PeerFailure | None = None
 
 
-Message = Hello | Admitted | GroupWelcome | Refused | Payload | Heartbeat | Goodbye
+Message = Hello | Admitted | GroupWelcome | Refused | Payload | Notice | Heartbeat | Goodbye
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

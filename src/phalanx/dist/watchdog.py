@@ -21,7 +21,17 @@ from typing import NoReturn
 
 from phalanx.dist.awake_clock import AwakeClock, boot_time
 from phalanx.dist.handshake import Member
-from phalanx.dist.peers import Goodbye, Heartbeat, Identity, Message, Payload, PeerFailure, WatchdogLimits, encode
+from phalanx.dist.peers import (
+    Goodbye,
+    Heartbeat,
+    Identity,
+    Message,
+    Notice,
+    Payload,
+    PeerFailure,
+    WatchdogLimits,
+    encode,
+)
 from phalanx.dist.stall import StepPosition, stalled
 from phalanx.errors import ExitCode, FrameError, PeerLost
 
@@ -89,6 +99,8 @@ class Watchdog:
     ) -> None:
         self.wakeups = 0
         """How often the loop ran; a few times a second in an idle group."""
+        self.on_notice: Callable[[bytes], object] | None = None
+        """Called on the watchdog's thread with what a worker says unasked."""
         self._me = me
         self._limits = limits
         self._on_failure = on_failure
@@ -251,6 +263,8 @@ class Watchdog:
                 self._suspect(PeerFailure.of(peer.identity, ExitCode.PEER_LOST, "sends more than it was asked for"))
             case Payload():
                 peer.inbox.put(message.data)
+            case Notice() if self.on_notice is not None:
+                self.on_notice(message.data)
             case Heartbeat():
                 peer.heartbeat = message
             case Goodbye(failure=PeerFailure() as failure):

@@ -127,6 +127,8 @@ def _run(
             link = rendezvous(config, group, credentials, rank, on_lost=lambda lost: _report_lost(server_socket, lost))
         role = _start(config, group, credentials, communicator, link, server_socket)
         role.run()
+        if role.runner.disk is not None:
+            role.runner.disk.close()
         link.close()
     except PhalanxError as error:
         name = type(error).__name__

@@ -184,7 +184,7 @@ def _leader(loaded: load.Loaded, reducer: ShardReducer) -> Leader:
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
     config = SchedulerConfig(
         limits=limits,
-        prefill=prefill_bounds(on_gpu=on_gpu, most=None, rows=max(ROWS))._replace(first=LONG // 4),
+        prefill=prefill_bounds(on_gpu=on_gpu, stages=1, most=None, rows=max(ROWS))._replace(first=LONG // 4),
         target_step_s=0.25,
         decode_share=0.0,
         prefix_budget=0,

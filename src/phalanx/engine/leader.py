@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 
 from phalanx.dist.fault_injection import Injection
+from phalanx.engine.disk import DiskOutcomes
 from phalanx.engine.execute import Execution, execute
 from phalanx.engine.link import LeaderLink, SingleRank
 from phalanx.engine.mirror import Mirror
@@ -39,6 +40,7 @@ from phalanx.types import (
     Cancel,
     EngineStats,
     Finish,
+    KeepOwners,
     Ping,
     Pong,
     RankStats,
@@ -75,6 +77,7 @@ class Leader:
         metadata: SamplingMetadataCache | None = None,
         speculator: Speculator | None = None,
         grammars: Grammars,
+        disk_outcomes: DiskOutcomes | None = None,
         plans_ahead: int = 0,
     ) -> None:
         self.scheduler = scheduler
@@ -93,6 +96,7 @@ class Leader:
         self._metadata = metadata or SamplingMetadataCache()
         self._speculator = speculator
         self._grammars = grammars
+        self._disk_outcomes = disk_outcomes
         self._prompt_scores = PromptScores()
         self._pings: list[int] = []  # nonces that the next report of all ranks answers
         self._reported: list[int] = []  # those that the report on its way answers
@@ -148,6 +152,8 @@ class Leader:
     def _plan(self) -> tuple[Step, float] | None:
         """Draft, schedule and broadcast. Returns the plan and its time limit; None if there is nothing to do."""
         self._take_grammars()
+        if self._disk_outcomes is not None:
+            self._disk_outcomes.take()
         drafts = self._draft()
         step = self.scheduler.schedule(time.monotonic(), drafts, self._grammars.held)
         return None if step is None else (step, self._broadcast(step))
@@ -309,6 +315,8 @@ class Leader:
             case ResetPrefixCache():
                 self.scheduler.reset_prefix_cache()
                 self._release_at_once = True
+            case KeepOwners():
+                self.scheduler.disk.keep_owners(message.owners)
             case Shutdown():
                 self._stopping = True
 
@@ -363,6 +371,11 @@ class Leader:
             prefix_bytes=scheduler.prefix.used,
             prefix_queries=counters.prefix_queries,
             prefix_hits=counters.prefix_hits,
+            disk_queries=scheduler.disk.queries,
+            disk_hits=counters.disk_hits,
+            disk_failures=scheduler.disk.failures,
+            disk_mismatches=0 if self._disk_outcomes is None else self._disk_outcomes.mismatches,
+            disk_blocks=len(scheduler.disk.index),
             preemptions=counters.preemptions,
             prefill_tokens=counters.prefill_tokens,
             generated_tokens=counters.generated_tokens,

@@ -8,14 +8,14 @@ lost rank is noticed (`dist/channel.py`).
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
 
 from phalanx.dist.channel import LeaderChannel, WorkerChannel
 from phalanx.errors import EngineError, EngineUnavailable, ExitCode
-from phalanx.sched.plan import Order, RankReport
+from phalanx.sched.plan import DiskOutcome, Order, RankReport
 from phalanx.types import RankStats
 
 T = TypeVar("T")
@@ -68,6 +68,9 @@ class SingleRank:
     def take_reports(self, *, wait: bool) -> list[RankStats] | None:
         return []
 
+    def listen(self, take: Callable[[DiskOutcome], object]) -> None:
+        """Does nothing."""
+
     def close(self) -> None:
         """Does nothing."""
 
@@ -115,6 +118,11 @@ class LeaderLink:
         if not (wait or self._channel.all_answered):
             return None
         return [self._stats.decode(payload) for payload in self._channel.collect(None)]
+
+    def listen(self, take: Callable[[DiskOutcome], object]) -> None:
+        """Have what workers `notify` handed over, on a thread."""
+        decoder = msgspec.msgpack.Decoder(DiskOutcome)
+        self._channel.listen(lambda data: take(decoder.decode(data)))
 
     def close(self) -> None:
         """End the group normally."""
@@ -171,6 +179,10 @@ class WorkerLink:
     def answer(self, stats: RankStats) -> None:
         """Answer a `RankReport`."""
         self._channel.send(_encode(stats))
+
+    def notify(self, outcome: DiskOutcome) -> None:
+        """Tell the leader unasked; any thread may call this."""
+        self._channel.notify(_encode(outcome))
 
     def close(self) -> None:
         """Leave the group normally."""

@@ -12,9 +12,12 @@ from phalanx.errors import Desync
 from phalanx.sched.plan import (
     Admit,
     Commit,
+    CompareBlock,
+    DropBlocks,
     Evict,
     Forward,
     Free,
+    LoadBlocks,
     Move,
     Resize,
     Restore,
@@ -23,6 +26,7 @@ from phalanx.sched.plan import (
     Step,
     Store,
     Swap,
+    WriteBlocks,
 )
 from phalanx.sched.sequence import extend_crc, state_digest
 
@@ -127,6 +131,16 @@ class Mirror:
             case Evict():
                 if self.entries.pop(op.entry, None) is None:
                     raise Desync(f"step {self.step}: prefix entry {op.entry} is not here.")
+            case WriteBlocks():
+                self._check_entry(op.entry, 0)
+            case CompareBlock():
+                self._check_entry(op.entry, op.stop)
+                if self._row(op.arena, op.slot, "compare").kv_len < op.stop:
+                    raise Desync(f"step {self.step}: slot {op.slot} has fewer than the {op.stop} tokens to compare.")
+            case LoadBlocks():
+                self.entries[op.entry] = op.length
+            case DropBlocks():
+                pass  # no entry: what is on disk is compared block by block
             case Free():
                 row = self._pop(op.arena, op.slot)
                 if self._by_seq.pop(row.seq, None) is None:

@@ -13,6 +13,7 @@ import mlx.core as mx
 import msgspec
 
 from phalanx.config import GIB, EngineConfig, GroupConfig
+from phalanx.engine.disk import DiskOutcomes, open_index, open_store, serve_blocks
 from phalanx.engine.group_selftest import describe as describe_self_test
 from phalanx.engine.leader import Leader
 from phalanx.engine.link import WorkerLink
@@ -54,12 +55,21 @@ def build_role(
         tested: what the self-test found; None for a single rank.
         server_socket, grammars: of rank 0; None on the others.
     """
+    opened = open_store(config, member.link, model.runner, _identity(config, member, model))
     if isinstance(member.link, WorkerLink):
+        if opened is not None:
+            serve_blocks(opened, model.runner, member.link.rank, plan.budget.prefix, member.link.notify)
         return Worker(staged, member.link, member.injection)
     assert server_socket is not None and grammars is not None
     info = _model_info(config, member, model, plan, tested)
     _announce(config, info)
     scheduler = Scheduler(_scheduler_config(config, model, plan, member.topology.n_stages))
+    outcomes = DiskOutcomes(scheduler.disk, server_socket.wake)
+    if opened is not None:
+        member.link.listen(outcomes.put)
+        serve_blocks(opened, model.runner, 0, plan.budget.prefix, outcomes.put)
+        whole_only, verify = model.runner.facts.recurrent, config.verify_restores
+        open_index(opened, scheduler.disk, member.link.size, whole_only=whole_only, verify=verify)
     metadata = SamplingMetadataCache()
     speculator = make_speculator(
         config.speculative_config, scheduler, metadata, info.vocab_size, model.draft_runner, plan.draft_kv, grammars
@@ -79,6 +89,7 @@ def build_role(
         metadata=metadata,
         speculator=speculator,
         grammars=grammars,
+        disk_outcomes=outcomes,
     )
 
 

@@ -39,6 +39,11 @@ class ApiKeys:
             raise InvalidApiKey(f"{seen} Send it as 'Authorization: Bearer KEY'.", code="invalid_api_key")
         return _name(matches[0])
 
+    @property
+    def owners(self) -> list[str]:
+        """All that `owner` may return."""
+        return list(map(_name, self._digests)) or [""]
+
     def may_see_details(self, headers: Mapping[str, str]) -> bool:
         """Whether these headers have a key, or none is needed."""
         try:

@@ -56,6 +56,7 @@ class ChoiceEnded(Struct, frozen=True, kw_only=True, omit_defaults=True):
     cached_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    disk_tokens: int = 0
 
 
 class RecordedChoice(Struct, frozen=True, kw_only=True, omit_defaults=True):

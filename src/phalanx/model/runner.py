@@ -6,7 +6,7 @@ Knows arenas, slots and model calls. Does not know sequences, sampling, commits 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, assert_never
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -18,6 +18,7 @@ from phalanx.model.cache import row_memory
 from phalanx.model.cache.buffers import ArenaBuffers, Snapshot
 from phalanx.model.cache.layer_layout import CacheFacts
 from phalanx.model.cache.row_view import RowView
+from phalanx.model.disk_blocks import DiskBlocks
 from phalanx.model.graph_cache import GraphCache
 from phalanx.model.graphs import Graphs
 from phalanx.model.in_flight import InFlight
@@ -72,6 +73,7 @@ class Runner:
         self._step = 0
         self._arenas: dict[int, ArenaBuffers] = {}
         self._entries: dict[int, Snapshot] = {}
+        self.disk: DiskBlocks | None = None
         self._touched: ArenaBuffers | None = None
         self._logits: mx.array | None = None
         self._last: tuple[Forward, list[int]] | None = None  # sampled one token per row; lengths before it
@@ -381,7 +383,8 @@ class Runner:
             case Free():
                 self._arena(op.arena).free(op.slot)
             case _:
-                assert_never(op)
+                assert self.disk is not None
+                self.disk.apply(op, self._entries, self._arena)
 
     def _resize(self, op: Resize) -> None:
         arena = self._arenas.get(op.arena)

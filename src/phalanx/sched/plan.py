@@ -109,7 +109,63 @@ class Free(Struct, frozen=True, tag="free"):
     slot: int
 
 
-RowOp = Resize | Admit | Restore | Share | Move | Swap | Store | Evict | Free
+class DiskBlock(Struct, frozen=True, array_like=True):
+    """Consecutive tokens of a prefix, whose KV is one record on every rank's disk (`sched/disk_index.py`)."""
+
+    name: bytes  # of the prefix that ends with it
+    parent: bytes  # name of the prefix before it
+    tokens: bytes  # uint32
+    owner: bytes  # stands for the owner of the sequence
+    ending: bool = False  # the prefix ends here: it may be shorter than others, and holds recurrent state
+
+
+class WriteBlocks(Struct, frozen=True, tag="write_blocks"):
+    """Copy blocks of a prefix entry to disk, beside the steps; `first` is the index of the first of them."""
+
+    entry: int
+    first: int
+    blocks: tuple[DiskBlock, ...]
+
+
+class LoadBlocks(Struct, frozen=True, tag="load_blocks"):
+    """Make a prefix entry of `length` tokens of blocks on disk, beside the steps; it may be restored once all ranks
+    have it."""
+
+    entry: int
+    length: int
+    names: tuple[bytes, ...]
+
+
+class CompareBlock(Struct, frozen=True, tag="compare_block"):
+    """Compare tokens `[start, stop)` of a row, which it computed, with those of the entry that was restored into it."""
+
+    arena: int
+    slot: int
+    entry: int
+    start: int
+    stop: int
+
+
+class DropBlocks(Struct, frozen=True, tag="drop_blocks"):
+    """Forget blocks on disk."""
+
+    names: tuple[bytes, ...]
+
+
+class DiskOutcome(Struct, frozen=True, array_like=True):
+    """How `WriteBlocks` or `LoadBlocks` of an entry ended on a rank, which says so between two plans."""
+
+    rank: int
+    entry: int
+    loads: bool
+    seconds: float
+    bad: tuple[bytes, ...] | None = None  # None: it went well; else the blocks that are missing or damaged
+    error: str = ""  # of the disk, which is of no use any more
+    difference: float = 0.0  # that `CompareBlock` found, relative to the largest number, where it is beyond rounding
+
+
+DiskOp = WriteBlocks | LoadBlocks | CompareBlock | DropBlocks
+RowOp = Resize | Admit | Restore | Share | Move | Swap | Store | Evict | Free | DiskOp
 
 
 class Forward(Struct, frozen=True):

@@ -115,6 +115,11 @@ class PrefillBudget:
         limit = self._beside() if decoding else self._limit_prefill_only
         return max(MIN_CHUNK, min(self._most - decoding, limit))
 
+    @property
+    def speed(self) -> float:
+        """Prompt tokens per second; infinite before any was computed."""
+        return self._speed
+
     def _beside(self) -> int:
         """The limit beside decoding rows. A slow step of theirs allows no long chunk."""
         step_s = min(self._decode_s)

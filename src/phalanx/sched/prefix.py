@@ -69,6 +69,16 @@ def live_prefix(
     return best, best_length
 
 
+def sibling_prefills(rows: Iterable[Sequence], seq: Sequence) -> bool:
+    """Whether another choice of the same request is prefilling the prompt, which this one can then share."""
+    if seq.request.sampling.choice == 0 or seq.prompt_len <= BLOCK or seq.wants_scores:
+        return False
+    return any(
+        row.request.group == seq.request.group and row.request.prompt == seq.request.prompt and not row.decoding
+        for row in rows
+    )
+
+
 class PrefixIndex:
     """Entries by number, least recently used first.
 
@@ -87,9 +97,13 @@ class PrefixIndex:
         self._entries: OrderedDict[int, _PrefixEntry] = OrderedDict()
         self._by_block: dict[int, dict[int, None]] = {}  # block hash -> entries that contain it, oldest first
         self._next = 0
+        self._hidden: set[int] = set()  # entries that are being loaded
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._entries
 
     def find(self, salt: str, tokens: list[int], limit: int) -> Hit | None:
         """The entry that shares the longest prefix with `tokens[:limit]`, at least one block. Marks it as used."""
@@ -99,6 +113,8 @@ class PrefixIndex:
         best: Hit | None = None
         for block in reversed(_chain(salt, known)):
             for number in reversed(self._by_block.get(block, ())):
+                if number in self._hidden:
+                    continue
                 length = self._usable(self._entries[number], salt, known)
                 if length >= BLOCK and (best is None or length > best.length):
                     best = Hit(number, length)
@@ -122,6 +138,8 @@ class PrefixIndex:
         evicted = []
         for number in list(self._by_block.get(blocks[-1], ())):
             entry = self._entries[number]
+            if number in self._hidden:
+                continue
             if entry.salt == salt and entry.tokens[: len(kept)] == kept and not self._exact_only:
                 self._entries.move_to_end(number)
                 return None, []
@@ -130,25 +148,43 @@ class PrefixIndex:
                 return None, []
         if not self._exact_only:  # shorter entries that this one contains are superseded
             for number in self._contained(blocks, kept, salt):
-                self._drop(number)
+                self.drop(number)
                 evicted.append(number)
-        while self.used + n_bytes > self.budget:
+        return self._insert(_PrefixEntry(salt, kept, blocks, n_bytes), evicted)
+
+    def reserve(self, salt: str, tokens: list[int]) -> tuple[int | None, list[int]]:
+        """As `add`, for an entry that is to be loaded: `find` does not see it before `reveal`, and entries that it
+        contains stay."""
+        kept = array("q", tokens)
+        n_bytes = len(kept) * self._bytes_per_token + self._bytes_per_row
+        if n_bytes > self.budget:
+            return None, []
+        number, evicted = self._insert(_PrefixEntry(salt, kept, _chain(salt, kept), n_bytes), [])
+        self._hidden.add(number)
+        return number, evicted
+
+    def reveal(self, number: int) -> None:
+        """The entry is loaded."""
+        self._hidden.discard(number)
+
+    def _insert(self, new: _PrefixEntry, evicted: list[int]) -> tuple[int, list[int]]:
+        while self.used + new.n_bytes > self.budget:
             number = next(iter(self._entries))
-            self._drop(number)
+            self.drop(number)
             evicted.append(number)
         number = self._next
         self._next += 1
-        self._entries[number] = _PrefixEntry(salt, kept, blocks, n_bytes)
-        for block in blocks:
+        self._entries[number] = new
+        for block in new.blocks:
             self._by_block.setdefault(block, {})[number] = None
-        self.used += n_bytes
+        self.used += new.n_bytes
         return number, evicted
 
     def clear(self) -> list[int]:
         """Drop every entry. Returns the entries to evict on the ranks."""
         numbers = list(self._entries)
         for number in numbers:
-            self._drop(number)
+            self.drop(number)
         return numbers
 
     def _usable(self, entry: _PrefixEntry, salt: str, known: array[int]) -> int:
@@ -162,11 +198,18 @@ class PrefixIndex:
         found = []
         for number in sorted(candidates):
             entry = self._entries[number]
-            if entry.salt == salt and len(entry.tokens) < len(kept) and kept[: len(entry.tokens)] == entry.tokens:
+            if (
+                number not in self._hidden
+                and entry.salt == salt
+                and len(entry.tokens) < len(kept)
+                and kept[: len(entry.tokens)] == entry.tokens
+            ):
                 found.append(number)
         return found
 
-    def _drop(self, number: int) -> None:
+    def drop(self, number: int) -> None:
+        """Drop an entry. The caller has the ranks evict it."""
+        self._hidden.discard(number)
         entry = self._entries.pop(number)
         self.used -= entry.n_bytes
         for block in entry.blocks:

@@ -17,12 +17,14 @@ from msgspec import Struct
 from phalanx.sched.admission import KvLimits
 from phalanx.sched.arena import ArenaLayout
 from phalanx.sched.commit import commit_chunk
+from phalanx.sched.counters import Counters
+from phalanx.sched.disk_prefixes import DiskPrefixes
 from phalanx.sched.drafts import Drafts, fit_drafts, useful_drafts
 from phalanx.sched.forwards import decode_forwards, prefill_forwards
 from phalanx.sched.page_admission import admission_for
 from phalanx.sched.plan import Commit, Evict, Forward, Restore, Share, Step, Store
 from phalanx.sched.prefill_budget import PrefillBounds, PrefillBudget, share_out
-from phalanx.sched.prefix import BLOCK, PrefixIndex, live_prefix
+from phalanx.sched.prefix import Hit, PrefixIndex, live_prefix, sibling_prefills
 from phalanx.sched.sequence import Sequence, SequenceEnding, extend_crc, limit_length, state_digest
 from phalanx.sched.waiting import WaitingQueue, victim
 from phalanx.types import Finished, FinishReason, SequenceRequest, TokenLogprobs, Tokens
@@ -43,17 +45,6 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     captured graphs, which packed ones are not. None: some rank cannot leave padding out."""
 
 
-class Counters(Struct):
-    """Cumulative counts, for `EngineStats`."""
-
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    preemptions: int = 0
-    prefill_tokens: int = 0
-    generated_tokens: int = 0
-    decode_steps: int = 0
-
-
 class Scheduler:
     """The leader's policy and state. Used from one thread."""
 
@@ -65,6 +56,7 @@ class Scheduler:
         self.prefix = PrefixIndex(
             config.prefix_budget, limits.bytes_per_token, limits.bytes_per_row, whole_only=config.recurrent
         )
+        self.disk = DiskPrefixes(self.prefix, self.layout.ops)
         self.prefill_budget = PrefillBudget(config.prefill, config.target_step_s, config.decode_share)
         self.counters = Counters()
         self.waiting = WaitingQueue()
@@ -111,6 +103,7 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Drop every kept prefix."""
         self.layout.ops.extend(Evict(number) for number in self.prefix.clear())
+        self.disk.reset()
 
     @property
     def idle(self) -> bool:
@@ -119,7 +112,7 @@ class Scheduler:
 
     def rests(self, held: Collection[int]) -> bool:
         """Whether there is nothing to do before one of these waiting sequences may get a row."""
-        return not (self.by_number.keys() - held or self.layout.ops or self._commits)
+        return not (self.by_number.keys() - {*held, *self.disk.held} or self.layout.ops or self._commits)
 
     @property
     def n_running(self) -> int:
@@ -152,6 +145,8 @@ class Scheduler:
         """
         assert not (drafts and self.config.recurrent), "recurrent state cannot roll back"
         self._expire(now)
+        for row in self.layout.rows():
+            self.disk.compare(row)
         short = self._grow()
         if not short:
             self._admit(now, held)
@@ -242,6 +237,7 @@ class Scheduler:
             del seq.tokens[seq.prompt_len + ending.n_tokens :]
             keep = keep and not (seq.kv_len > len(seq.tokens) and self.config.recurrent)  # that cannot roll back
             seq.kv_len = min(seq.kv_len, len(seq.tokens))
+        self.disk.leave(seq)
         if seq.slot >= 0:
             if keep:
                 self._keep_prefix(seq)
@@ -256,6 +252,7 @@ class Scheduler:
         self.layout.ops.extend(Evict(number) for number in evicted)
         if entry is not None:
             self.layout.ops.append(Store(seq.arena, seq.slot, entry, kept))
+            self.disk.write(seq, entry, kept)
 
     # -- parts of schedule -------------------------------------------------------------------------------------
 
@@ -301,7 +298,7 @@ class Scheduler:
         for seq in self.waiting.by_turns(rows):
             if self.n_running >= self.config.limits.max_num_seqs and rows[seq.request.owner]:
                 return  # as every owner that waits
-            if seq.number in held or self._sibling_prefills(seq):
+            if seq.number in held or self._waits(seq, now):
                 continue
             while not self.admission.admit(seq):
                 if not self._make_way(seq, rows):
@@ -327,35 +324,38 @@ class Scheduler:
         self._preempt(row)
         return True
 
-    def _sibling_prefills(self, seq: Sequence) -> bool:
-        """Whether another choice of the same request is prefilling the prompt, which this one can then share."""
-        if seq.request.sampling.choice == 0 or seq.prompt_len <= BLOCK or seq.wants_scores or self.config.recurrent:
-            return False
-        return any(
-            row.request.group == seq.request.group and row.request.prompt == seq.request.prompt and not row.decoding
-            for row in self.layout.rows()
-        )
+    def _waits(self, seq: Sequence, now: float) -> bool:
+        """Whether a sequence gets its prefix later: from another choice's row, or from disk."""
+        if not self.config.recurrent and sibling_prefills(self.layout.rows(), seq):
+            return True
+        cached = self._longest_prefix(seq)[0] if self.disk.looks_for(seq) else 0
+        return not seq.wants_scores and self.disk.waits(seq, cached, self.prefill_budget.speed, now)
 
-    def _reuse_prefix(self, seq: Sequence) -> None:
-        """Start from the longest computed prefix: that of a kept entry or of another live row."""
-        if seq.wants_scores or self.config.prefix_budget == 0:
-            return
+    def _longest_prefix(self, seq: Sequence) -> tuple[int, Hit | Sequence | None]:
+        """The length of the longest prefix in memory, and whose it is: a kept entry's or another live row's."""
         limit = len(seq.tokens) - 1
-        if seq.first_token is None:
-            self.counters.prefix_queries += seq.prompt_len
         hit = self.prefix.find(seq.request.sharing, seq.tokens, limit)
         live, shared = live_prefix(self.layout.rows(), seq, limit, whole_only=self.config.recurrent)
-        length = 0
         if live is not None and (hit is None or shared > hit.length):
-            self.layout.ops.append(Share(live.arena, live.slot, seq.arena, seq.slot, shared))
-            length = shared
-        elif hit is not None:
-            self.layout.ops.append(Restore(seq.arena, seq.slot, hit.entry, hit.length))
-            length = hit.length
-        seq.kv_len = length
+            return shared, live
+        return (0, None) if hit is None else (hit.length, hit)
+
+    def _reuse_prefix(self, seq: Sequence) -> None:
+        """Start from the longest computed prefix."""
+        if seq.wants_scores or self.config.prefix_budget == 0:
+            return
+        seq.kv_len, found = self._longest_prefix(seq)
+        if isinstance(found, Sequence):
+            self.layout.ops.append(Share(found.arena, found.slot, seq.arena, seq.slot, seq.kv_len))
+        elif found is not None:
+            seq.kv_len = self.disk.restored(seq, seq.kv_len) if found.entry == seq.load else seq.kv_len
+            self.layout.ops.append(Restore(seq.arena, seq.slot, found.entry, seq.kv_len))
         if seq.first_token is None:
-            seq.cached_tokens = min(length, seq.prompt_len)
+            seq.cached_tokens = min(seq.kv_len, seq.prompt_len)
+            seq.disk_tokens = seq.cached_tokens if isinstance(found, Hit) and found.entry == seq.load else 0
+            self.counters.prefix_queries += seq.prompt_len
             self.counters.prefix_hits += seq.cached_tokens
+            self.counters.disk_hits += seq.disk_tokens
 
     def _plan_chunks(self, decoding: int) -> dict[int, int]:
         """Sequence number -> tokens that it prefills in a step that feeds `decoding` tokens to decoding rows."""

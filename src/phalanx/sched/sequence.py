@@ -67,6 +67,9 @@ class Sequence:
         self.first_token: float | None = None
         self.last_token: float | None = None
         self.cached_tokens = 0
+        self.disk_tokens = 0  # of those, loaded from disk for it
+        self.looked_on_disk = False  # for its prefix
+        self.load: int | None = None  # the prefix entry that was loaded for it
         self.drafted = 0  # draft tokens verified
         self.accepted = 0  # of those, committed
 
@@ -107,6 +110,7 @@ class Sequence:
             cached_tokens=self.cached_tokens,
             drafted_tokens=self.drafted,
             accepted_tokens=self.accepted,
+            disk_tokens=self.disk_tokens,
             timing=self.timing(now),
             detail=ending.detail,
             stop_id=ending.stop_id,

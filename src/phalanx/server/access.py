@@ -7,6 +7,8 @@ from phalanx.http.api_keys import ApiKeys
 from phalanx.http.http_exchange import Exchange
 from phalanx.http.listening import is_loopback
 from phalanx.http.owners import OWNER, owner_on_server
+from phalanx.supervision.client import EngineClient
+from phalanx.types import Batch, KeepOwners, ModelInfo
 
 
 class Access:
@@ -53,6 +55,24 @@ class Access:
 
     def _has_admin_key(self, exchange: Exchange) -> bool:
         return self._admin is not None and self._admin.may_see_details(exchange.headers)
+
+
+class KeptOwners:
+    """An engine's listener that has it delete what is on disk of keys that are not accepted any more."""
+
+    def __init__(self, engine: EngineClient, keys: ApiKeys) -> None:
+        self._engine = engine
+        self._owners = keys.owners
+
+    def on_ready(self, info: ModelInfo) -> None:
+        """The engine has opened its disks."""
+        self._engine.send(KeepOwners(self._owners))
+
+    def on_down(self, reason: str, will_restart: bool) -> None:
+        """Does nothing."""
+
+    def on_batch(self, batch: Batch) -> None:
+        """Does nothing."""
 
 
 OF_PROXIES = ("x-forwarded-for", "x-real-ip", "forwarded", "via")

@@ -23,7 +23,7 @@ from phalanx.http.model_lists import LM_STUDIO
 from phalanx.http.openapi import document
 from phalanx.http.router import Route, Router
 from phalanx.http.vector_requests import VECTOR_PATHS
-from phalanx.server.access import Access
+from phalanx.server.access import Access, KeptOwners
 from phalanx.server.answers.call_memory import CallMemory
 from phalanx.server.dialects.common.dialect import Dialect
 from phalanx.server.dialects.messages.messages_dialect import COUNTED_MESSAGES, MESSAGES, count_body
@@ -116,6 +116,9 @@ def create_app(
     )
     determinism_key = determinism_key_of(config, served, tokenizer.fingerprint())
     metrics = ServerMetrics(served.names[0])
+    keys = ApiKeys(config.api_key)
+    if config.engine.prefix_cache_dir is not None:
+        engine.subscribe(KeptOwners(engine, keys))  # before the journal, which submits sequences
     journal = Journal(
         engine,
         metrics,
@@ -125,12 +128,16 @@ def create_app(
         clock=clock,
     )
     health = EngineHealth(
-        engine, metrics, stall_s=config.stall_seconds, limit=config.engine.max_num_seqs, determinism_key=determinism_key
+        engine,
+        metrics,
+        stall_s=config.stall_seconds,
+        limit=config.engine.max_num_seqs,
+        determinism_key=determinism_key,
+        keeps_prefixes=config.engine.prefix_cache_dir is not None,
     )
     intake = Intake(config.max_body_bytes, lambda: engine.info.max_model_len if engine.info else None)
     prompts = Prompts(tokenizer)
     tokenize_prompts = Prompts(tokenizer, threads=1)  # a thread of its own: /tokenize must not delay completions
-    keys = ApiKeys(config.api_key)
     calls = CallMemory()
     chats = ChatEncoder(prompts, served.formats, calls)
     counted = ChatEncoder(tokenize_prompts, served.formats, calls)

@@ -21,6 +21,7 @@ from phalanx.types import (
     Finish,
     Finished,
     FinishReason,
+    KeepOwners,
     ModelInfo,
     PromptScored,
     ResetPrefixCache,
@@ -162,7 +163,7 @@ class FakeEngine(EngineClient):
                 if row is not None:
                     self._outbox.append(self._finished(row, "stop", min(n_tokens, row.produced)))
                     self._work.set()
-            case ResetPrefixCache():
+            case ResetPrefixCache() | KeepOwners():
                 pass  # the fake has no prefix cache
             case _:
                 raise ValueError(f"the fake engine does not know {type(message).__name__}")

@@ -121,3 +121,8 @@ def test_numerics_are_those_of_the_last_good_check():
     assert (health.state, health.determinism_key) == ("down", "3f")
     health.note(GOOD, 9.0, 9.0)
     assert health.determinism_key == ""
+
+
+def test_whether_prefixes_survive_is_known_of_a_replica_that_is_down():
+    good = Check(ok=True, report=report_of(b'{"status": "ok", "keeps_prefixes": true}'))
+    assert after(good, BAD, BAD, BAD).keeps_prefixes and not after(good, GOOD).keeps_prefixes

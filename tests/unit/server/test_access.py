@@ -12,13 +12,13 @@ from support.serving import CHAT, CONFIG, fake_engine, serving
 
 from phalanx.errors import InvalidApiKey, WrongMediaType
 from phalanx.http.allowed_hosts import AllowedHosts
-from phalanx.http.api_keys import ApiKeys
+from phalanx.http.api_keys import ApiKeys, owner_of
 from phalanx.http.cross_origin import CrossOrigin
 from phalanx.http.error_responses import without_paths
 from phalanx.http.media_types import is_json, require_json
 from phalanx.server.requests.parsed import shown_name
 from phalanx.supervision.fake_engine import replying
-from phalanx.types import ResetPrefixCache
+from phalanx.types import KeepOwners, ResetPrefixCache
 
 KEYED = replace(CONFIG, api_key=("one", "two"))
 JSON = {"content-type": "application/json"}
@@ -249,6 +249,18 @@ def test_a_web_page_cannot_reset_the_prefix_cache(tokenizer):
         assert engine.received == [ResetPrefixCache()] * 3
 
     run(tokenizer, scenario)
+
+
+def test_an_engine_with_prefixes_on_disk_is_told_whose_keys_are_accepted(tokenizer):
+    kept = replace(CONFIG, engine=replace(CONFIG.engine, prefix_cache_dir="/cache"), api_key=("one", "two"))
+
+    async def scenario(client, engine):
+        assert engine.received[0] == KeepOwners([owner_of("one"), owner_of("two")])
+        headers = {"authorization": "Bearer one"}
+        assert (await client.get("/health", headers=headers)).json()["keeps_prefixes"] is True
+
+    run(tokenizer, scenario, config=kept)
+    assert ApiKeys(()).owners == [ApiKeys(()).owner({})]
 
 
 PREFLIGHT = {

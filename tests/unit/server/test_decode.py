@@ -216,6 +216,10 @@ def test_figures_of_speculation_reach_the_ending(tokenizer):
         StreamEnd(Finished("g/0", "length", 9, drafted_tokens=8, accepted_tokens=5), Timings(0.0, 1.0, 3.0))
     )
     assert (ending.drafted_tokens, ending.accepted_tokens) == (8, 5)
+    assert usage_json(Usage(9, 1, 8, from_disk=5))["prompt_tokens_details"] == {
+        "cached_tokens": 8,
+        "cached_tokens_details": {"memory": 3, "disk": 5},
+    }
     assert usage_json(Usage(1, 9, 0, (5, 3)))["completion_tokens_details"] == {
         "accepted_prediction_tokens": 5,
         "rejected_prediction_tokens": 3,

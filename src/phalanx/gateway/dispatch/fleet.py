@@ -187,7 +187,8 @@ class Fleet:
             names = ", ".join(sorted(replica.models)) if replica.models is not None else "any model"
             log.info("replica %s is up: %s, %d requests at once", replica.name, names, replica.limit)
         else:
-            self._dispatcher.core.forget_cache(replica.name)
+            if not health.keeps_prefixes:
+                self._dispatcher.core.forget_cache(replica.name)
             log.warning("replica %s is down: %s", replica.name, health.reason)
 
     async def _check(self, replica: Replica) -> Check:

@@ -33,6 +33,7 @@ class HealthReport(Struct, frozen=True):
 
     requests: ReplicaLoad | None = None
     determinism_key: str = ""  # equal ones compute equal tokens; empty: its streams cannot move
+    keeps_prefixes: bool = False  # on disk, so that a restart loses none
 
 
 _read = decoder(HealthReport)
@@ -73,6 +74,8 @@ class ReplicaHealth:
         self.load: ReplicaLoad | None = None
         self.determinism_key = ""
         """Of its last good check; see `HealthReport`."""
+        self.keeps_prefixes = False
+        """The same."""
         self.checked_at = 0.0
         """Begin of the last check that has ended."""
         self.refused_since: float | None = None
@@ -114,6 +117,7 @@ class ReplicaHealth:
             self.refused_since = begun
         if check.ok:
             self.load, self.determinism_key = check.report.requests, check.report.determinism_key
+            self.keeps_prefixes = check.report.keeps_prefixes
             self._failures = 0
             self._successes += 1
             if self.state == "unknown" or self._successes >= self._rules.successes:

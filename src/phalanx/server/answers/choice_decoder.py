@@ -133,6 +133,7 @@ class ChoiceDecoder:
             context_full=finished.reason == "length" and bool(self._clamped()),
             n_tokens=0 if self._limit == 0 else n,
             cached_tokens=finished.cached_tokens,
+            disk_tokens=finished.disk_tokens,
             drafted_tokens=finished.drafted_tokens,
             accepted_tokens=finished.accepted_tokens,
             timing=finished.timing,

@@ -39,6 +39,7 @@ class ChoiceEnding(Struct, frozen=True, kw_only=True):
     context_full: bool = False  # the context had no room for as many tokens as the client allowed
     n_tokens: int
     cached_tokens: int
+    disk_tokens: int = 0  # of those, loaded from disk
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     timing: Timing
@@ -98,6 +99,7 @@ class Usage(Struct, frozen=True):
     cached: int | None = None  # prompt tokens from the prefix cache; None: not known before the end
     predicted: tuple[int, int] | None = None  # accepted and rejected draft tokens, if the client asked for them
     reasoning: int | None = None  # output tokens of reasoning; None for a model without
+    from_disk: int = 0  # of the cached prompt tokens, those loaded from disk
 
 
 class ResponseHead(Struct, frozen=True):

@@ -148,6 +148,7 @@ class Generation:
             prompt=sum(len(self._requests[i].prompt) for i in first_choices),
             completion=sum(ending.n_tokens for ending in self._endings.values()),
             cached=sum(self._endings[i].cached_tokens for i in first_choices if i in self._endings),
+            from_disk=sum(self._endings[i].disk_tokens for i in first_choices if i in self._endings),
             predicted=(accepted, drafted - accepted) if self._options.speculation else None,
             reasoning=self._reasoning_tokens(),
         )

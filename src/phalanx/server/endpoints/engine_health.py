@@ -29,6 +29,7 @@ class EngineHealth:
     Args:
         limit: sequences that the engine computes together.
         determinism_key: of a server with this model; see `determinism_key.py`.
+        keeps_prefixes: whether the engine keeps prefixes on disk, so that a restart loses none.
     """
 
     def __init__(
@@ -39,10 +40,12 @@ class EngineHealth:
         stall_s: float,
         limit: int,
         determinism_key: Callable[[ModelInfo], str],
+        keeps_prefixes: bool = False,
     ) -> None:
         self._engine = engine
         self._limit = limit
         self._determinism_key = determinism_key
+        self._keeps_prefixes = keeps_prefixes
         self._metrics = metrics
         self._silent_s = min(SILENT_S, stall_s)
         self._ready = asyncio.Event()
@@ -83,6 +86,7 @@ class EngineHealth:
         if state.phase == "ready" and (info := self._engine.info) is not None:
             body["determinism_key"] = self._determinism_key(info)
             stats = self._stats or EngineStats()  # just started; without a limit a gateway would assume 1
+            body |= {"keeps_prefixes": True} if self._keeps_prefixes else {}
             body["requests"] = {"running": stats.running, "waiting": stats.waiting, "limit": self._limit}
         if state.phase == "ready" and self._stats is not None:
             body["ranks"] = [

@@ -20,6 +20,7 @@ GAUGES = {
     "waiting": ("num_requests_waiting", "Sequences waiting for a row."),
     "kv_usage": ("kv_cache_usage_perc", "Part of the KV budget that is allocated, 0 to 1."),
     "prefix_bytes": ("prefix_cache_bytes", "Bytes of kept prefixes."),
+    "disk_blocks": ("prefix_cache_disk_blocks", "Blocks of kept prefixes on each rank's disk."),
     "active_bytes": ("engine_memory_active_bytes", "MLX's active memory in the leader."),
     "peak_bytes": ("engine_memory_peak_bytes", "The most MLX had active since the engine started."),
     "cache_bytes": ("engine_memory_cache_bytes", "MLX's buffer cache in the leader."),
@@ -28,6 +29,13 @@ GAUGES = {
 COUNTERS = {
     "prefix_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     "prefix_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    "disk_queries": ("external_prefix_cache_queries", "Prompt tokens looked up in the prefix cache on disk."),
+    "disk_hits": ("external_prefix_cache_hits", "Prompt tokens loaded from there; also among prefix_cache_hits."),
+    "disk_failures": ("prefix_cache_disk_failures", "Loads of prefixes that failed or took too long."),
+    "disk_mismatches": (
+        "prefix_cache_disk_mismatches",
+        "Restored prefixes that were not what computing them gives, with --verify-restores.",
+    ),
     "preemptions": ("num_preemptions", "Rows whose KV was dropped, to be computed again later."),
     "step": ("engine_steps", "Steps."),
     "decode_steps": ("engine_decode_steps", "Forwards that sampled."),

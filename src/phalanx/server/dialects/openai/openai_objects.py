@@ -59,7 +59,7 @@ def usage_json(usage: Usage) -> dict[str, Any]:
     """OpenAI's `usage`."""
     details: dict[str, Any] = {}
     if usage.cached is not None:
-        details["prompt_tokens_details"] = {"cached_tokens": usage.cached}
+        details["prompt_tokens_details"] = {"cached_tokens": usage.cached, **_cached_details(usage)}
     output = {} if usage.reasoning is None else {"reasoning_tokens": usage.reasoning}
     if usage.predicted is not None:
         names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
@@ -72,6 +72,13 @@ def usage_json(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt + usage.completion,
         **details,
     }
+
+
+def _cached_details(usage: Usage) -> dict[str, Any]:
+    """Our own field: where cached tokens were, if some were on disk."""
+    if not usage.from_disk:
+        return {}
+    return {"cached_tokens_details": {"memory": (usage.cached or 0) - usage.from_disk, "disk": usage.from_disk}}
 
 
 def _usage_so_far(head: ResponseHead, usage: Usage | None) -> dict[str, Any]:

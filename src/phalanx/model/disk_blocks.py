@@ -1,0 +1,254 @@
+"""Prefix entries of a rank and their blocks on its disk: what a plan says is written and loaded on two threads.
+
+The threads copy bytes between files and the memory of snapshots, which is there before a load begins. They compute
+nothing with MLX. Does not know which prefixes are worth it (`sched/disk_prefixes.py`).
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import time
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import assert_never
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from phalanx.errors import StoreError
+from phalanx.kernels import install
+from phalanx.model.cache.buffers import ArenaBuffers, Snapshot
+from phalanx.model.cache.layer_layout import KvLayout, Layout, leaves
+from phalanx.prefix_store.store import PrefixStore
+from phalanx.sched.disk_index import BLOCK_TOKENS
+from phalanx.sched.plan import CompareBlock, DiskBlock, DiskOp, DiskOutcome, DropBlocks, LoadBlocks, WriteBlocks
+
+Bytes = npt.NDArray[np.uint8]
+Shape = tuple[tuple[int, ...], mx.Dtype]
+
+
+CLOSE_S = 2.0  # that an ending rank writes on: its supervisor kills it a second later
+
+
+TOLERANCE = {mx.float32: 1e-3, mx.float16: 0.05, mx.bfloat16: 0.05}
+"""Difference, relative to the largest number of a layer's block, that other chunks of a prompt may make."""
+
+
+class BlockLayout:
+    """Where the numbers of a snapshot lie in blocks: per token those of attention, in an ending also the state."""
+
+    def __init__(self, layouts: Sequence[Layout]) -> None:
+        self._leaves: list[list[tuple[bool, Shape]]] = []  # by leaf and buffer: whether by token, and its shape
+        for leaf in leaves(layouts):
+            if isinstance(leaf, KvLayout):
+                heads = [h for h in (leaf.keys, leaf.values) if h is not None and h.heads * h.dim]
+                self._leaves.append([(True, ((h.heads, h.dim), h.dtype)) for h in heads])
+            else:
+                self._leaves.append([(False, entry) for entry in leaf.entries if entry is not None])
+
+    @property
+    def by_token(self) -> list[list[bool]]:
+        """By leaf and buffer, whether there are numbers by token."""
+        return [[by_token for by_token, _ in leaf] for leaf in self._leaves]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Bytes of a block, and of the largest ending."""
+        tokens = BLOCK_TOKENS * self._bytes(by_token=True)
+        return tokens, tokens + self._bytes(by_token=False)
+
+    def _bytes(self, *, by_token: bool) -> int:
+        shapes = [shape for leaf in self._leaves for tokens, shape in leaf if tokens is by_token]
+        return sum(math.prod(shape) * dtype.size for shape, dtype in shapes)
+
+    def allocate(self, length: int) -> Snapshot:
+        """A snapshot of `length` tokens, to be filled."""
+        parts = [
+            [
+                install.buffer((1, shape[0], length, shape[1]) if by_token else (1, *shape), dtype)
+                for by_token, (shape, dtype) in leaf
+            ]
+            for leaf in self._leaves
+        ]
+        return Snapshot(length, parts)
+
+    def views(self, snapshot: Snapshot) -> list[tuple[bool, Bytes]]:
+        """The memory of a snapshot: [1, heads, tokens, bytes] where there are numbers by token, else flat."""
+        arrays = [
+            (
+                by_token,
+                mx.contiguous(array).view(mx.uint8) if by_token else mx.contiguous(array).flatten().view(mx.uint8),
+            )
+            for leaf, part in zip(self._leaves, snapshot.parts, strict=True)
+            for (by_token, _), array in zip(leaf, part, strict=True)
+        ]
+        mx.eval([array for _, array in arrays])
+        return [(by_token, _memory(array)) for by_token, array in arrays]
+
+
+class DiskBlocks:
+    """Executes the plan's operations on one rank's store. `apply` is for the engine's thread.
+
+    Args:
+        max_pending: bytes of entries that may wait to be written; beyond, an entry is not written.
+        report: called by the threads.
+    """
+
+    def __init__(
+        self,
+        store: PrefixStore,
+        layout: BlockLayout,
+        rank: int,
+        max_pending: int,
+        report: Callable[[DiskOutcome], None],
+    ) -> None:
+        self._store = store
+        self._layout = layout
+        self._rank = rank
+        self._max_pending = max_pending
+        self._report = report
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="prefix_writer")
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="prefix_reader")
+        self._close_at = math.inf
+        self._busy: list[tuple[Future[None], Snapshot]] = []  # memory that a thread may use
+
+    def apply(self, op: DiskOp, entries: MutableMapping[int, Snapshot], arena: Callable[[int], ArenaBuffers]) -> None:
+        """Begin an operation; its outcome is reported."""
+        self._busy = [(future, snapshot) for future, snapshot in self._busy if not future.done()]
+        match op:
+            case WriteBlocks():
+                self._write(op, entries[op.entry])
+            case LoadBlocks():
+                snapshot = entries[op.entry] = self._layout.allocate(op.length)
+                views = self._layout.views(snapshot)
+                wanted = weakref.ref(snapshot)
+                self._keep(self._reader.submit(self._load_all, op, views, wanted), Snapshot(op.length, snapshot.parts))
+            case CompareBlock():
+                self._compare(op, entries[op.entry], arena(op.arena).save(op.slot, op.stop))
+            case DropBlocks():
+                self._writer.submit(self._drop, op)
+            case _:
+                assert_never(op)
+
+    def _write(self, op: WriteBlocks, snapshot: Snapshot) -> None:
+        if sum(waiting.nbytes for _, waiting in self._busy) + snapshot.nbytes > self._max_pending and self._busy:
+            self._report(DiskOutcome(self._rank, op.entry, False, 0.0, ()))
+            return
+        self._keep(self._writer.submit(self._write_all, op, self._layout.views(snapshot)), snapshot)
+
+    def _keep(self, future: Future[None], snapshot: Snapshot) -> None:
+        self._busy.append((future, snapshot))
+
+    def _compare(self, op: CompareBlock, restored: Snapshot, computed: Snapshot) -> None:
+        """Report a block whose numbers are not those of the row that computed them again."""
+        worst = 0.0
+        for leaf, part, other in zip(self._layout.by_token, restored.parts, computed.parts, strict=True):
+            for by_token, a, b in zip(leaf, part, other, strict=True):
+                if by_token and a.dtype in TOLERANCE:
+                    a, b = (x[:, :, op.start : op.stop].astype(mx.float32) for x in (a, b))
+                    difference = mx.max(mx.abs(a - b)) / mx.maximum(mx.max(mx.abs(b)), 1e-6)
+                    value = float(difference) / TOLERANCE[part[0].dtype]
+                    worst = max(worst, value if math.isfinite(value) else math.inf)
+        if worst > 1.0:
+            self._report(DiskOutcome(self._rank, op.entry, False, 0.0, None, "", worst))
+
+    def close(self) -> None:
+        """Write what waits to be written, as far as `CLOSE_S` goes, and end the threads; nothing is reported."""
+        self._close_at = time.monotonic() + CLOSE_S
+        for thread in (self._reader, self._writer):
+            thread.shutdown()
+        self._store.close()
+
+    # -- on the threads ----------------------------------------------------------------------------------------------
+
+    def _write_all(self, op: WriteBlocks, views: list[tuple[bool, Bytes]]) -> None:
+        started = time.perf_counter()
+        bad: tuple[bytes, ...] | None = None
+        error = ""
+        first = op.first * BLOCK_TOKENS
+        try:
+            self._store.write(
+                [
+                    (block, partial(self._packed, views, first + i * BLOCK_TOKENS, block))
+                    for i, block in enumerate(op.blocks)
+                ]
+            )
+        except OSError as failure:
+            bad, error = (), failure.strerror or str(failure)
+        self._say(DiskOutcome(self._rank, op.entry, False, time.perf_counter() - started, bad, error))
+
+    def _packed(self, views: list[tuple[bool, Bytes]], first: int, block: DiskBlock) -> Bytes:
+        """As `_packed` below, while there is time.
+
+        Raises:
+            OSError: the rank ends.
+        """
+        if time.monotonic() > self._close_at:
+            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+        return _packed(views, first, block)
+
+    def _load_all(self, op: LoadBlocks, views: list[tuple[bool, Bytes]], wanted: Callable[[], Snapshot | None]) -> None:
+        started = time.perf_counter()
+        into: Bytes = np.empty(max(self._layout.sizes), np.uint8)
+        bad: tuple[bytes, ...] | None = None
+        error, name = "", b""
+        try:
+            for i, name in enumerate(op.names):
+                if wanted() is None or self._close_at < math.inf:
+                    return
+                first = i * BLOCK_TOKENS
+                _unpack(self._store.read(name, into), views, first, min(first + BLOCK_TOKENS, op.length))
+        except StoreError:
+            bad = (name,)
+        except OSError as failure:
+            bad, error = (), failure.strerror or str(failure)
+        self._say(DiskOutcome(self._rank, op.entry, True, time.perf_counter() - started, bad, error))
+        if bad is None:
+            self._writer.submit(self._store.use, op.names)
+
+    def _drop(self, op: DropBlocks) -> None:
+        try:
+            self._store.drop(op.names)
+        except OSError as failure:
+            self._say(DiskOutcome(self._rank, -1, False, 0.0, (), failure.strerror or str(failure)))
+
+    def _say(self, outcome: DiskOutcome) -> None:
+        if self._close_at == math.inf:
+            self._report(outcome)
+
+
+def _memory(array: mx.array) -> Bytes:
+    """The memory of an evaluated array, to be read and written."""
+    return np.asarray(memoryview(array))  # type: ignore[arg-type]  # it has the buffer protocol
+
+
+def _packed(views: list[tuple[bool, Bytes]], first: int, block: DiskBlock) -> Bytes:
+    """The bytes of a block: its tokens of each buffer, and an ending's states."""
+    stop = first + len(block.tokens) // 4
+    parts = [view[:, :, first:stop] if by_token else view for by_token, view in views if by_token or block.ending]
+    out: Bytes = np.empty(sum(part.size for part in parts), np.uint8)
+    place = 0
+    for part in parts:
+        out[place : place + part.size].reshape(part.shape)[...] = part
+        place += part.size
+    return out
+
+
+def _unpack(data: Bytes, views: list[tuple[bool, Bytes]], first: int, stop: int) -> None:
+    """The opposite; states are there where the data is longer than the tokens are."""
+    parts = [view[:, :, first:stop] for by_token, view in views if by_token]
+    ending = len(data) > sum(part.size for part in parts)
+    place = 0
+    for by_token, view in views:
+        if not by_token and not ending:
+            continue
+        part = view[:, :, first:stop] if by_token else view
+        if place + part.size > len(data):
+            raise StoreError("a block is too short")
+        part[...] = data[place : place + part.size].reshape(part.shape)
+        place += part.size
