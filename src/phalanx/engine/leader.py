@@ -24,6 +24,7 @@ from phalanx.engine.stages import StagedRunner
 from phalanx.engine.step_deadline import StepDeadline
 from phalanx.engine.step_timer import StepTimer
 from phalanx.engine.trace import Trace
+from phalanx.engine.work_log import WorkLog
 from phalanx.engine.worker import inject_fault, rank_stats
 from phalanx.memory import trim_heap
 from phalanx.sched.commit import commit_tokens
@@ -93,6 +94,7 @@ class Leader:
         self._speculator = speculator
         self._grammars = grammars
         self._prompt_scores = PromptScores()
+        self._work = WorkLog(scheduler)
         self._pings: list[int] = []  # nonces to be answered after this step
         self._release_at_once = False  # the prefix cache was dropped, and its memory should not wait
         self._holds_memory = True  # buffers kept for reuse
@@ -149,7 +151,11 @@ class Leader:
         self._take_grammars()
         drafts = self._draft()
         step = self.scheduler.schedule(time.monotonic(), drafts, self._grammars.held)
-        return None if step is None else (step, self._broadcast(step))
+        if step is None:
+            return None
+        limit_s = self._broadcast(step)
+        self._work.note(step)  # while the ranks begin with it
+        return step, limit_s
 
     def _take_grammars(self) -> None:
         """Let sequences run whose grammars are compiled by now, and end those whose grammars cannot be."""
@@ -266,7 +272,8 @@ class Leader:
     def _publish(self, step: Step | None) -> None:
         """Put the step's events into the outbox, and forget finished sequences."""
         events = [*self._prompt_scores.take_events(), *self.scheduler.take_events()]
-        self._outbox.add(step.id if step is not None else self.scheduler.step_id, events)
+        told = [self._work.with_work(event) for event in events]
+        self._outbox.add(step.id if step is not None else self.scheduler.step_id, told)
         alive = self.scheduler.by_number.keys()
         self._metadata.keep(alive)
         self._prompt_scores.keep(alive)
@@ -357,4 +364,5 @@ class Leader:
             rss_bytes=ranks[0].rss_bytes,
             ranks=ranks,
             spec=None if self._speculator is None else self._speculator.meter.stats(),
+            sequences=self._work.progress(),
         )

@@ -41,6 +41,7 @@ from phalanx.server.endpoints.engine_health import EngineHealth
 from phalanx.server.endpoints.generating import CompletionEndpoints
 from phalanx.server.endpoints.info import InfoEndpoints
 from phalanx.server.endpoints.ollama_info import OllamaEndpoints
+from phalanx.server.endpoints.request_lives import RequestLives
 from phalanx.server.fields.openai_bodies import DetokenizeBody, TokenizeBody
 from phalanx.server.outputs.output_formats import OutputFormats, by_name, choose
 from phalanx.server.prompts.chat_encoding import ChatEncoder
@@ -50,6 +51,7 @@ from phalanx.server.requests.intake import Intake
 from phalanx.server.requests.parsed import ApiModel, GenerationDefaults, served_names
 from phalanx.server.sequences.journal import Journal
 from phalanx.server.sequences.queue_room import PROMPT_BODIES
+from phalanx.server.sequences.request_log import RequestLog
 from phalanx.server.sequences.server_metrics import ServerMetrics
 from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.supervision.client import EngineClient
@@ -127,6 +129,8 @@ def create_app(
         prompt_bytes=PROMPT_BODIES * config.max_body_bytes,
         clock=clock,
     )
+    request_log = RequestLog(clock)
+    engine.subscribe(request_log)
     health = EngineHealth(
         engine, metrics, stall_s=config.stall_seconds, limit=config.engine.max_num_seqs, determinism_key=determinism_key
     )
@@ -144,8 +148,10 @@ def create_app(
     )
     grammars = GrammarChecks(tokenizer)
     completions = CompletionEndpoints(
-        config, served, intake, prompts, chats, grammars, journal, metrics, determinism_key, clock
+        config, served, intake, prompts, chats, grammars, journal, metrics, request_log, determinism_key, clock
     )
+
+    lives = RequestLives(request_log, engine, health, tokenize_prompts, access.has_admin_key, clock)
 
     @asynccontextmanager
     async def running() -> AsyncIterator[None]:
@@ -159,11 +165,12 @@ def create_app(
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await engine.close()
+            lives.close()
             prompts.close()
             tokenize_prompts.close()
             grammars.close()
 
-    routes = _routes(access, completions, information, metrics_open=config.metrics_open)
+    routes = _routes(access, completions, information, lives, metrics_open=config.metrics_open)
     router = Router([*routes, *_ollama_routes(access, ollama_info)])
 
     @cache
@@ -210,7 +217,12 @@ def _report(task: asyncio.Task[None], on_failure: Callable[[BaseException], None
 
 
 def _routes(
-    access: Access, completions: CompletionEndpoints, information: InfoEndpoints, *, metrics_open: bool
+    access: Access,
+    completions: CompletionEndpoints,
+    information: InfoEndpoints,
+    lives: RequestLives,
+    *,
+    metrics_open: bool,
 ) -> list[Route]:
     client = access.client
     return [
@@ -222,6 +234,7 @@ def _routes(
         *(Route("POST", path, information.other_outputs, client) for path in VECTOR_PATHS),
         Route("GET", "/v1/models", information.models, client),
         Route("GET", "/v1/models/{name}", information.model, client),
+        Route("GET", "/v1/requests/{id}", lives.life, access.client_or_manager),
         Route("POST", "/tokenize", information.tokenize, client, TokenizeBody),
         Route("POST", "/detokenize", information.detokenize, client, DetokenizeBody),
         Route("GET", "/tokenizer_info", information.tokenizer_info, client),
