@@ -26,6 +26,8 @@ from phalanx.http.model_lists import LM_STUDIO
 from phalanx.http.openapi import document
 from phalanx.http.router import Route, Router
 from phalanx.http.vector_requests import VECTOR_PATHS
+from phalanx.http.web_page import PATH as PAGE_PATH
+from phalanx.http.web_page import page_file, root
 from phalanx.server.access import Access
 from phalanx.server.answers.call_memory import CallMemory
 from phalanx.server.dialects.common.dialect import Dialect
@@ -41,6 +43,7 @@ from phalanx.server.endpoints.engine_health import EngineHealth
 from phalanx.server.endpoints.generating import CompletionEndpoints
 from phalanx.server.endpoints.info import InfoEndpoints
 from phalanx.server.endpoints.ollama_info import OllamaEndpoints
+from phalanx.server.endpoints.overview import ServerOverview
 from phalanx.server.endpoints.request_lives import RequestLives
 from phalanx.server.fields.openai_bodies import DetokenizeBody, TokenizeBody
 from phalanx.server.outputs.output_formats import OutputFormats, by_name, choose
@@ -49,6 +52,7 @@ from phalanx.server.prompts.grammar_checks import GrammarChecks
 from phalanx.server.prompts.prompt_encoder import Prompts
 from phalanx.server.requests.intake import Intake
 from phalanx.server.requests.parsed import ApiModel, GenerationDefaults, served_names
+from phalanx.server.sequences.event_log import EventLog
 from phalanx.server.sequences.journal import Journal
 from phalanx.server.sequences.queue_room import PROMPT_BODIES
 from phalanx.server.sequences.request_log import RequestLog
@@ -130,7 +134,9 @@ def create_app(
         clock=clock,
     )
     request_log = RequestLog(clock)
+    event_log = EventLog(clock, time.time)
     engine.subscribe(request_log)
+    engine.subscribe(event_log)
     health = EngineHealth(
         engine, metrics, stall_s=config.stall_seconds, limit=config.engine.max_num_seqs, determinism_key=determinism_key
     )
@@ -152,6 +158,9 @@ def create_app(
     )
 
     lives = RequestLives(request_log, engine, health, tokenize_prompts, access.has_admin_key, clock)
+    overview = ServerOverview(
+        config, served.names, engine, health, request_log, lives, event_log, lambda: application.is_draining, clock
+    )
 
     @asynccontextmanager
     async def running() -> AsyncIterator[None]:
@@ -170,7 +179,7 @@ def create_app(
             tokenize_prompts.close()
             grammars.close()
 
-    routes = _routes(access, completions, information, lives, metrics_open=config.metrics_open)
+    routes = _routes(access, completions, information, lives, overview, metrics_open=config.metrics_open)
     router = Router([*routes, *_ollama_routes(access, ollama_info)])
 
     @cache
@@ -221,6 +230,7 @@ def _routes(
     completions: CompletionEndpoints,
     information: InfoEndpoints,
     lives: RequestLives,
+    overview: ServerOverview,
     *,
     metrics_open: bool,
 ) -> list[Route]:
@@ -234,6 +244,7 @@ def _routes(
         *(Route("POST", path, information.other_outputs, client) for path in VECTOR_PATHS),
         Route("GET", "/v1/models", information.models, client),
         Route("GET", "/v1/models/{name}", information.model, client),
+        Route("GET", "/v1/overview/events", overview.events, access.client_or_manager),
         Route("GET", "/v1/requests/{id}", lives.life, access.client_or_manager),
         Route("POST", "/tokenize", information.tokenize, client, TokenizeBody),
         Route("POST", "/detokenize", information.detokenize, client, DetokenizeBody),
@@ -241,7 +252,8 @@ def _routes(
         Route("POST", "/reset_prefix_cache", information.reset_prefix_cache, client),
         Route("GET", LM_STUDIO, information.lm_studio_models, client),
         Route("GET", f"{LM_STUDIO}/{{name}}", information.lm_studio_model, client),
-        Route("GET", "/", information.root),
+        Route("GET", "/", root),
+        Route("GET", PAGE_PATH, page_file),
         Route("GET", "/version", information.version),
         *(Route("GET", path, information.health) for path in HEALTH_PATHS),
         Route("GET", "/metrics", information.metrics, None if metrics_open else client),

@@ -14,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from phalanx import __version__
 from phalanx.errors import EngineUnavailable
 from phalanx.http.api_keys import ApiKeys
-from phalanx.http.http_exchange import GREETING, Answer, Exchange, Reply, json_answer
+from phalanx.http.http_exchange import Answer, Exchange, Reply, json_answer
 from phalanx.http.media_types import require_json
 from phalanx.http.model_lists import lm_studio_card, lm_studio_list, model_card, model_list
 from phalanx.http.vector_requests import no_vectors
@@ -62,10 +62,6 @@ class InfoEndpoints:
         self._metrics = metrics
         self._keys = keys
         self._created = int(time.time())
-
-    async def root(self, _: Exchange) -> Answer:
-        """`GET /`: clients of several APIs look here whether there is a server."""
-        return GREETING
 
     async def models(self, exchange: Exchange) -> Answer:
         """`GET /v1/models`: the names under which the model is served."""

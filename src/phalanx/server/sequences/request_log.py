@@ -64,6 +64,7 @@ class RequestLife(Struct, kw_only=True):
     created: int  # seconds since 1970
     arrived: float
     stream: bool
+    number: int = 0  # in order of their beginnings
     moves: int = 0  # from other servers, before it came here
     roles: tuple[str, ...] = ()  # of its messages
     contents: tuple[str, ...] = ()  # of them; empty once it is over
@@ -97,8 +98,7 @@ class RequestLog:
         self._lives: OrderedDict[str, RequestLife] = OrderedDict()  # by id, oldest first
         self._running: dict[str, tuple[RequestLife, ChoiceLife]] = {}  # by sequence id
         self.when_differs = when_differs
-        self.changes = 0
-        """Counts what has changed, so that a reader knows whether to look again."""
+        self._n = 0
 
     def begin(self, life: RequestLife, requests: Sequence[SequenceRequest]) -> None:
         """A request is about to be submitted."""
@@ -109,10 +109,11 @@ class RequestLog:
             )
             life.choices.append(choice)
             self._running[request.id] = life, choice
+        self._n += 1
+        life.number = self._n
         self._lives[life.id] = life
         while len(self._lives) > MAX_LIVES:
             self._stop(self._lives.popitem(last=False)[1])
-        self.changes += 1
 
     @contextmanager
     def watching(self, id: str, is_complete: Callable[[], bool]) -> Iterator[None]:
@@ -153,7 +154,6 @@ class RequestLog:
             if (found := self._running.get(event.id)) is None:
                 continue
             life, choice = found
-            self.changes += 1
             if isinstance(event, Tokens):
                 self._on_tokens(life, choice, event, now)
             elif isinstance(event, Finished):
@@ -162,7 +162,6 @@ class RequestLog:
 
     def on_ready(self, info: ModelInfo) -> None:
         """Unfinished requests go on with their next token."""
-        self.changes += 1
 
     def on_down(self, reason: str, will_restart: bool) -> None:
         """Unfinished requests pause."""
@@ -170,7 +169,6 @@ class RequestLog:
         for life in {id(life): life for life, _ in self._running.values()}.values():
             if not life.is_paused:
                 life.pauses.append(Pause(began=now, reason=reason))
-        self.changes += 1
 
     def _on_tokens(self, life: RequestLife, choice: ChoiceLife, event: Tokens, now: float) -> None:
         choice.finished = None  # it was ended to try another alone, and goes on
@@ -193,7 +191,6 @@ class RequestLog:
         life.ended = self._clock()
         life.outcome = "failed" if life.error else "finished" if is_complete else "client left"
         self._stop(life)
-        self.changes += 1
 
     def _stop(self, life: RequestLife) -> None:
         life.contents = ()

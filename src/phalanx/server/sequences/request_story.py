@@ -55,6 +55,7 @@ def row_json(life: RequestLife, progress: Progress, now: float) -> dict[str, Any
     end = life.ended if life.ended is not None else now
     row: dict[str, Any] = {
         "id": life.id,
+        "number": life.number,
         "model": life.model,
         "endpoint": life.endpoint,
         "created": life.created,
@@ -66,7 +67,7 @@ def row_json(life: RequestLife, progress: Progress, now: float) -> dict[str, Any
         "accepted_tokens": sum(figure[2] for figure in figures),
         "moves": life.moves,
         "pauses": len(life.pauses),
-        "seconds": round(end - life.arrived, 1),
+        "seconds": round(end - life.arrived, 1 if life.ended is None else 2),
     }
     if (rate := sum(_rate(choice) for choice in life.choices)) > 0:
         row["tokens_per_second"] = round(rate, 1)
