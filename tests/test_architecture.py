@@ -98,8 +98,9 @@ PURE = (
 )  # fmt: skip
 IMPURE = (
     *(f"http/{name}.py" for name in "acceptor allowed_hosts application connection lingering listening".split()),
-    *(f"http/{name}.py" for name in "content_encoding model_lists refused_keys service".split()),
-    *(f"gateway/{name}.py" for name in "gateway_app gateway_process settings/watched_file".split()),
+    *(f"http/{name}.py" for name in "content_encoding model_lists overview_stream refused_keys".split()),
+    *(f"http/{name}.py" for name in "service web_page".split()),
+    *(f"gateway/{name}.py" for name in "gateway_app gateway_overview gateway_process settings/watched_file".split()),
     *(f"gateway/dispatch/{name}.py" for name in "async_dispatcher fleet".split()),
     *(f"gateway/relay/{name}.py" for name in "attempt proxy relay replica_sessions".split()),
     *(f"server/fields/{name}.py" for name in "call_arguments timestamps".split()),

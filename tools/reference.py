@@ -30,6 +30,7 @@ from phalanx.environment import VARIABLES
 from phalanx.errors import ExitCode, PhalanxError, exit_code_of
 from phalanx.gateway.dispatch.dispatcher import Dispatcher
 from phalanx.gateway.gateway_app import App
+from phalanx.gateway.gateway_overview import GatewayOverview
 from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
 from phalanx.http import openapi
 from phalanx.http.application import Application
@@ -236,7 +237,8 @@ def openapi_of_gateway() -> dict[str, Any]:
     """That of a gateway with an admin API. What would answer its other requests is not there."""
     others: list[Any] = [None] * 6
     hosts: Any = None
-    app = App(*others, admin_key="key", aliases={}, hosts=hosts, serves_metrics=True, metrics_open=False)
+    overview = GatewayOverview(*others[:5], admin_key="key", policy="")
+    app = App(*others, overview, admin_key="key", aliases={}, hosts=hosts, serves_metrics=True, metrics_open=False)
     return described_by(app.application)
 
 

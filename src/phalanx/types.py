@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 FinishReason = Literal["stop", "length", "cancelled", "timeout", "error"]
 """Why a sequence ended. `timeout` is the request's time limit; the server maps it to "length" with a detail."""
@@ -157,6 +157,28 @@ class SpecStats(Struct, frozen=True, kw_only=True):
     compared_without: tuple[int, float] | None = None
 
 
+class SequenceWork(Struct, kw_only=True):
+    """What an engine has done for a sequence since it was submitted to it. The engine counts in place."""
+
+    chunks: int = 0  # of its prompt, each computed in one forward
+    steps: int = 0  # forwards that drew tokens for it
+    preemptions: int = 0  # times its row was taken away, so that what it had was computed again
+    nearest_tokens: int = 0  # of the kept prefix or row that had most in common with it; 0: there was none
+    left_at: int = 0  # tokens that the two have in common: the prompt differs from the nearest at this index
+
+
+class SequenceProgress(Struct, frozen=True, kw_only=True):
+    """Where a sequence with a row stands."""
+
+    id: str
+    computed: int  # tokens whose KV is computed
+    known: int  # tokens of prompt and answer
+    cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    work: SequenceWork = field(default_factory=SequenceWork)
+
+
 class EngineStats(Struct, frozen=True, kw_only=True):
     """Counters and gauges of the leader. Counters are cumulative since the engine started."""
 
@@ -186,6 +208,7 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     rss_bytes: int = 0  # of the engine process (gauge)
     ranks: list[RankStats] = []  # of every rank, rank 0 first
     spec: SpecStats | None = None  # None without speculation
+    sequences: list[SequenceProgress] = []  # those with rows
 
 
 # Messages server -> leader ---------------------------------------------------------------------------------------
@@ -288,6 +311,7 @@ class Finished(Struct, frozen=True, tag="Finished"):
     drafted_tokens: int = 0  # draft tokens that were verified
     accepted_tokens: int = 0  # draft tokens that were accepted
     disk_tokens: int = 0  # of `cached_tokens`, those loaded from disk for this sequence
+    work: SequenceWork = field(default_factory=SequenceWork)
 
 
 class Pong(Struct, frozen=True, tag="Pong"):

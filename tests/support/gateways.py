@@ -134,14 +134,14 @@ async def gateway(
 
 
 @contextmanager
-def running_gateway(*urls: str) -> Iterator[str]:
+def running_gateway(*urls: str, **settings: Any) -> Iterator[str]:
     """A gateway before these replicas in a thread of its own, for clients that block; its origin."""
     origins: queue.SimpleQueue[str] = queue.SimpleQueue()
     loop = asyncio.new_event_loop()
     ended = asyncio.Event()
 
     async def main() -> None:
-        async with gateway(*urls) as client:
+        async with gateway(*urls, **settings) as client:
             origins.put(client.url)
             await ended.wait()
 

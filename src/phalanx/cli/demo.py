@@ -106,6 +106,7 @@ def command(
             code = server.stop()
     if keep:
         console.print(f"\nThe server stays (log: {escape(str(server.log))}). Stop it with: [bold]kill {server.pid}[/]")
+        console.print(f"Its page, for a browser: {server.url.removesuffix('/v1')}/")
     elif code != ExitCode.OK:
         raise DemoFailed(f"The server ended with status {code}.", remedy=f"See {server.log}.")
     else:

@@ -45,6 +45,8 @@ COMMANDS = {
     "rm": "Delete models that were downloaded.",
     "ps": "The servers and gateways that run on this machine.",
     "stop": "End a server or a gateway of this machine.",
+    "top": "What a server or a gateway does, live in this terminal.",
+    "explain": "Why a request took so long, and why its prompt was computed again.",
     "model": "Bring a model to the hosts of a cluster.",
     "credentials": "Make the keys of a cluster's hosts, where units start it.",
     "agent": "Runs ranks on this host for a server on another. Started by `up`, not by hand.",

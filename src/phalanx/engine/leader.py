@@ -25,6 +25,7 @@ from phalanx.engine.stages import StagedRunner
 from phalanx.engine.step_deadline import StepDeadline
 from phalanx.engine.step_timer import StepTimer
 from phalanx.engine.trace import Trace
+from phalanx.engine.work_log import WorkLog
 from phalanx.engine.worker import inject_fault, rank_stats
 from phalanx.memory import trim_heap
 from phalanx.sched.commit import commit_tokens
@@ -98,6 +99,7 @@ class Leader:
         self._grammars = grammars
         self._disk_outcomes = disk_outcomes
         self._prompt_scores = PromptScores()
+        self._work = WorkLog(scheduler)
         self._pings: list[int] = []  # nonces that the next report of all ranks answers
         self._reported: list[int] = []  # those that the report on its way answers
         self._release_at_once = False  # the prefix cache was dropped, and its memory should not wait
@@ -156,7 +158,11 @@ class Leader:
             self._disk_outcomes.take()
         drafts = self._draft()
         step = self.scheduler.schedule(time.monotonic(), drafts, self._grammars.held)
-        return None if step is None else (step, self._broadcast(step))
+        if step is None:
+            return None
+        limit_s = self._broadcast(step)
+        self._work.note(step)  # while the ranks begin with it
+        return step, limit_s
 
     def _take_grammars(self) -> None:
         """Let sequences run whose grammars are compiled by now, and end those whose grammars cannot be."""
@@ -275,7 +281,8 @@ class Leader:
     def _publish(self, step: Step | None) -> None:
         """Put the step's events into the outbox, and forget finished sequences."""
         events = [*self._prompt_scores.take_events(), *self.scheduler.take_events()]
-        self._outbox.add(step.id if step is not None else self.scheduler.step_id, events)
+        told = [self._work.with_work(event) for event in events]
+        self._outbox.add(step.id if step is not None else self.scheduler.step_id, told)
         alive = self.scheduler.by_number.keys()
         self._metadata.keep(alive)
         self._prompt_scores.keep(alive)
@@ -389,4 +396,5 @@ class Leader:
             rss_bytes=ranks[0].rss_bytes,
             ranks=ranks,
             spec=None if self._speculator is None else self._speculator.meter.stats(),
+            sequences=self._work.progress(),
         )

@@ -17,6 +17,7 @@ from phalanx.gateway.admin import CALLS, ROOT, Admin
 from phalanx.gateway.dispatch.async_dispatcher import AsyncDispatcher
 from phalanx.gateway.dispatch.fleet import TAGS, Fleet
 from phalanx.gateway.dispatch.replica_models import merged, merged_tags
+from phalanx.gateway.gateway_overview import GatewayOverview
 from phalanx.gateway.relay.exchange import ClientExchange, body_lease
 from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
 from phalanx.gateway.relay.proxy import Proxy
@@ -28,12 +29,14 @@ from phalanx.http.connection_table import HEALTH_PATHS
 from phalanx.http.content_encoding import read_body
 from phalanx.http.cross_origin import CrossOrigin
 from phalanx.http.fair_quota import FairQuota
-from phalanx.http.http_exchange import GREETING, Answer, Exchange, Reply, json_answer
+from phalanx.http.http_exchange import Answer, Exchange, Reply, json_answer
 from phalanx.http.media_types import require_json
 from phalanx.http.model_lists import LM_STUDIO, lm_studio_card, lm_studio_list, model_card, model_list, name_meant
 from phalanx.http.openapi import Operation, document
 from phalanx.http.router import Route, Router
 from phalanx.http.vector_requests import BARE_PATHS, VECTOR_PATHS, no_vectors
+from phalanx.http.web_page import PATH as PAGE_PATH
+from phalanx.http.web_page import page_file, root
 
 PROXIED = ("/v1/{path}", "/api/{path}", "/tokenize", "/detokenize", "/tokenizer_info", *BARE_PATHS)
 """Paths proxied to replicas, among them those of phalanx's and vLLM's servers outside /v1."""
@@ -66,6 +69,7 @@ class App:
         metrics: GatewayMetrics,
         admin: Admin,
         fleet: Fleet,
+        overview: GatewayOverview,
         *,
         admin_key: str | None,
         aliases: Mapping[str, str],
@@ -83,7 +87,7 @@ class App:
         self._hosts = hosts
         self._admin_memory = FairQuota(ADMIN_BODY)
         metrics_route = Route("GET", "/metrics", self._metrics_text, None if metrics_open else self._note_owner)
-        own = [*self._own_routes(), *([metrics_route] if serves_metrics else [])]
+        own = [*self._own_routes(overview), *([metrics_route] if serves_metrics else [])]
         passed_on = "Passed on; a replica's /openapi.json has its fields."
         operations = [
             *(Operation("POST", path, passed_on) for path in PASSED_ON),
@@ -96,6 +100,7 @@ class App:
         self._described = json_answer(document("phalanx gateway", operations))
         passed = [Route(method, path, self._forward, self._note_owner) for path in PROXIED for method in METHODS]
         self.application = self._application([*own, *passed])
+        overview.is_over = lambda: bool(self.closing)
         self.metrics_application = self._application([metrics_route])
         """Serves --prometheus-port."""
         self.closing = ""
@@ -129,16 +134,19 @@ class App:
 
         return Application(Router(routes), is_own, CrossOrigin(()), answered, name="gateway")
 
-    def _own_routes(self) -> list[Route]:
+    def _own_routes(self, overview: GatewayOverview) -> list[Route]:
         client = self._note_owner
         return [
+            Route("GET", "/v1/overview/events", overview.events, overview.guard),
+            Route("GET", "/v1/requests/{id}", overview.life, overview.guard),
             Route("GET", "/v1/models", self._models, client),
             Route("GET", "/v1/models/{name}", self._model, client),
             Route("GET", LM_STUDIO, self._lm_studio_models, client),
             Route("GET", f"{LM_STUDIO}/{{name}}", self._lm_studio_model, client),
             Route("GET", TAGS, self._tags, client),
             *(Route("GET", path, self._health) for path in HEALTH_PATHS),
-            Route("GET", "/", self._root),
+            Route("GET", "/", root),
+            Route("GET", PAGE_PATH, page_file),
             Route("GET", "/version", self._version),
             Route("GET", "/openapi.json", self._openapi),
         ]
@@ -222,10 +230,6 @@ class App:
     async def _openapi(self, _: Exchange) -> Answer:
         """This description of the gateway's paths."""
         return self._described
-
-    async def _root(self, _: Exchange) -> Answer:
-        """A greeting, for clients that look for a server."""
-        return GREETING
 
     async def _models(self, exchange: Exchange) -> Answer:
         """The models of all replicas."""

@@ -23,6 +23,7 @@ from phalanx.gateway.dispatch.policies import CacheAware, ConsistentHashing, Lea
 from phalanx.gateway.dispatch.replica import Replica
 from phalanx.gateway.dispatch.replica_models import parse_aliases
 from phalanx.gateway.gateway_app import App
+from phalanx.gateway.gateway_overview import GatewayOverview
 from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
 from phalanx.gateway.relay.proxy import Proxy
 from phalanx.gateway.relay.replica_sessions import ReplicaSessions
@@ -142,8 +143,12 @@ class Gateway:
             fleet = Fleet(config, self._dispatcher, sessions.of, self._note_failure)
             proxy = Proxy(config, self._dispatcher, sessions, self._metrics, fleet.check_now)
             admin = Admin(self._dispatcher, fleet, proxy, from_file=config.replicas)
+            overview = GatewayOverview(
+                self._dispatcher, self._clients, fleet, proxy.trails, sessions,
+                admin_key=config.admin_key, policy=config.policy,
+            )  # fmt: skip
             app = App(
-                self._dispatcher, proxy, self._clients, self._metrics, admin, fleet,
+                self._dispatcher, proxy, self._clients, self._metrics, admin, fleet, overview,
                 admin_key=config.admin_key, aliases=aliases, hosts=AllowedHosts(config.host, config.allowed_hosts),
                 serves_metrics=self._metrics_listener is None, metrics_open=config.metrics_open,
             )  # fmt: skip
@@ -239,6 +244,7 @@ class Gateway:
             service.start()
         names = ", ".join(fleet.replicas)
         url = base_url(self._config.host, self.port, tls=tls is not None)
+        log.info("a page for browsers: %s/", url.removesuffix("/v1"))
         print(f"phalanx gateway is ready: {url} (replicas: {names})", flush=True)
         self.ready.set()
         try:

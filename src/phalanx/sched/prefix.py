@@ -180,6 +180,23 @@ class PrefixIndex:
         self.used += new.n_bytes
         return number, evicted
 
+    def length(self, number: int) -> int:
+        """Tokens of an entry; 0 if there is none with this number."""
+        return len(self._entries[number].tokens) if number in self._entries else 0
+
+    def nearest(self, salt: str, tokens: list[int]) -> tuple[int, int]:
+        """The entry that has most in common with `tokens`, whether it is of use or not: (its tokens, those in common).
+
+        Entries that have less than a block in common are not told apart any further than that.
+        """
+        known = array("q", tokens)
+        for block in reversed(_chain(salt, known) if self._entries else []):
+            entries = [self._entries[number] for number in self._by_block.get(block, ())]
+            if shared := [self._in_common(entry, salt, known, len(known)) for entry in entries]:
+                return max(shared, key=lambda found: found[1])
+        alike = (self._in_common(entry, salt, known, BLOCK) for entry in self._entries.values())
+        return max(alike, key=lambda found: found[1], default=(0, 0))
+
     def clear(self) -> list[int]:
         """Drop every entry. Returns the entries to evict on the ranks."""
         numbers = list(self._entries)
@@ -192,6 +209,10 @@ class PrefixIndex:
             return 0
         length = common_prefix(entry.tokens, known, len(known))
         return length if not self._exact_only or length == len(entry.tokens) else 0
+
+    def _in_common(self, entry: _PrefixEntry, salt: str, known: array[int], limit: int) -> tuple[int, int]:
+        """See `nearest`; nothing of an entry with another salt."""
+        return (len(entry.tokens), common_prefix(entry.tokens, known, limit)) if entry.salt == salt else (0, 0)
 
     def _contained(self, blocks: list[int], kept: array[int], salt: str) -> list[int]:
         candidates = {n for block in blocks for n in self._by_block.get(block, ())}

@@ -32,7 +32,7 @@ class Access:
 
     def client_or_manager(self, exchange: Exchange) -> None:
         """As `client`, but the admin key also serves as an API key."""
-        self._note_owner(exchange, "" if self._has_admin_key(exchange) else self._keys.owner(exchange.headers))
+        self._note_owner(exchange, "" if self.has_admin_key(exchange) else self._keys.owner(exchange.headers))
 
     def manager(self, exchange: Exchange) -> None:
         """As `client_or_manager`, and refuse requests that may not manage models.
@@ -48,12 +48,13 @@ class Access:
     def manages(self, exchange: Exchange) -> bool:
         """Whether a request that passed `client_or_manager` may see and change the models on this disk."""
         is_own = is_loopback(exchange.address) and not any(name in exchange.headers for name in OF_PROXIES)
-        return self._has_admin_key(exchange) or is_own
+        return self.has_admin_key(exchange) or is_own
 
     def _note_owner(self, exchange: Exchange, own: str) -> None:
         exchange.owner = owner_on_server(own, exchange.headers.get(OWNER), self._admin_key)
 
-    def _has_admin_key(self, exchange: Exchange) -> bool:
+    def has_admin_key(self, exchange: Exchange) -> bool:
+        """Whether a request has this server's admin key."""
         return self._admin is not None and self._admin.may_see_details(exchange.headers)
 
 

@@ -23,6 +23,8 @@ from phalanx.http.model_lists import LM_STUDIO
 from phalanx.http.openapi import document
 from phalanx.http.router import Route, Router
 from phalanx.http.vector_requests import VECTOR_PATHS
+from phalanx.http.web_page import PATH as PAGE_PATH
+from phalanx.http.web_page import page_file, root
 from phalanx.server.access import Access, KeptOwners
 from phalanx.server.answers.call_memory import CallMemory
 from phalanx.server.dialects.common.dialect import Dialect
@@ -38,6 +40,8 @@ from phalanx.server.endpoints.engine_health import EngineHealth
 from phalanx.server.endpoints.generating import CompletionEndpoints
 from phalanx.server.endpoints.info import InfoEndpoints
 from phalanx.server.endpoints.ollama_info import OllamaEndpoints
+from phalanx.server.endpoints.overview import ServerOverview
+from phalanx.server.endpoints.request_lives import RequestLives
 from phalanx.server.fields.openai_bodies import DetokenizeBody, TokenizeBody
 from phalanx.server.outputs.output_formats import OutputFormats, by_name, choose
 from phalanx.server.prompts.chat_encoding import ChatEncoder
@@ -45,8 +49,10 @@ from phalanx.server.prompts.grammar_checks import GrammarChecks
 from phalanx.server.prompts.prompt_encoder import Prompts
 from phalanx.server.requests.intake import Intake
 from phalanx.server.requests.parsed import ApiModel, GenerationDefaults, served_names
+from phalanx.server.sequences.event_log import EventLog
 from phalanx.server.sequences.journal import Journal
 from phalanx.server.sequences.queue_room import PROMPT_BODIES
+from phalanx.server.sequences.request_log import RequestLog
 from phalanx.server.sequences.server_metrics import ServerMetrics
 from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.supervision.client import EngineClient
@@ -127,6 +133,10 @@ def create_app(
         prompt_bytes=PROMPT_BODIES * config.max_body_bytes,
         clock=clock,
     )
+    request_log = RequestLog(clock)
+    event_log = EventLog(clock, time.time)
+    engine.subscribe(request_log)
+    engine.subscribe(event_log)
     health = EngineHealth(
         engine,
         metrics,
@@ -148,7 +158,12 @@ def create_app(
     )
     grammars = GrammarChecks(tokenizer)
     completions = CompletionEndpoints(
-        config, served, intake, prompts, chats, grammars, journal, metrics, determinism_key, clock
+        config, served, intake, prompts, chats, grammars, journal, metrics, request_log, determinism_key, clock
+    )
+
+    lives = RequestLives(request_log, engine, health, tokenize_prompts, access.has_admin_key, clock)
+    overview = ServerOverview(
+        config, served.names, engine, health, request_log, lives, event_log, lambda: application.is_draining, clock
     )
 
     @asynccontextmanager
@@ -163,11 +178,12 @@ def create_app(
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await engine.close()
+            lives.close()
             prompts.close()
             tokenize_prompts.close()
             grammars.close()
 
-    routes = _routes(access, completions, information, metrics_open=config.metrics_open)
+    routes = _routes(access, completions, information, lives, overview, metrics_open=config.metrics_open)
     router = Router([*routes, *_ollama_routes(access, ollama_info)])
 
     @cache
@@ -214,7 +230,13 @@ def _report(task: asyncio.Task[None], on_failure: Callable[[BaseException], None
 
 
 def _routes(
-    access: Access, completions: CompletionEndpoints, information: InfoEndpoints, *, metrics_open: bool
+    access: Access,
+    completions: CompletionEndpoints,
+    information: InfoEndpoints,
+    lives: RequestLives,
+    overview: ServerOverview,
+    *,
+    metrics_open: bool,
 ) -> list[Route]:
     client = access.client
     return [
@@ -226,13 +248,16 @@ def _routes(
         *(Route("POST", path, information.other_outputs, client) for path in VECTOR_PATHS),
         Route("GET", "/v1/models", information.models, client),
         Route("GET", "/v1/models/{name}", information.model, client),
+        Route("GET", "/v1/overview/events", overview.events, access.client_or_manager),
+        Route("GET", "/v1/requests/{id}", lives.life, access.client_or_manager),
         Route("POST", "/tokenize", information.tokenize, client, TokenizeBody),
         Route("POST", "/detokenize", information.detokenize, client, DetokenizeBody),
         Route("GET", "/tokenizer_info", information.tokenizer_info, client),
         Route("POST", "/reset_prefix_cache", information.reset_prefix_cache, client),
         Route("GET", LM_STUDIO, information.lm_studio_models, client),
         Route("GET", f"{LM_STUDIO}/{{name}}", information.lm_studio_model, client),
-        Route("GET", "/", information.root),
+        Route("GET", "/", root),
+        Route("GET", PAGE_PATH, page_file),
         Route("GET", "/version", information.version),
         *(Route("GET", path, information.health) for path in HEALTH_PATHS),
         Route("GET", "/metrics", information.metrics, None if metrics_open else client),

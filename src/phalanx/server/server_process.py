@@ -112,6 +112,7 @@ class ServerProcess:
             url = base_url(self._settings.host, self.port, tls=tls)
             served = self.app.served
             log.info("%s", served.formats.describe(shows_tools=served.shows_tools))
+            log.info("a page for browsers: %s/", url.removesuffix("/v1"))
             for port in self.further_ports:
                 other = base_url(self._settings.host, port, tls=tls).removesuffix("/v1")
                 print(f"for Ollama's clients: {other}")

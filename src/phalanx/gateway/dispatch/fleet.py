@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
@@ -33,6 +35,7 @@ TAGS = "/api/tags"
 MAX_BYTES = 512 << 10
 """Bytes of a /health or /v1/models: the models of a vLLM with 800 adapters, read in 50 ms of the loop's time."""
 REASON_CHARS = 200
+MAX_CHANGES = 50  # of replicas, that are remembered
 
 
 class _Reason(msgspec.Struct):
@@ -70,6 +73,9 @@ class Fleet:
         )
         self._checking: dict[Replica, tuple[asyncio.Task[None], asyncio.Event]] = {}
         """Replica -> its task of checks, and the event that ends the pause between two checks."""
+        self.changes: deque[tuple[int, dict[str, Any]]] = deque(maxlen=MAX_CHANGES)
+        """What befell replicas, numbered, as the page shows it."""
+        self._n_changes = 0
         self._listing: asyncio.Task[list[list[dict[str, Any]]]] | None = None
         """Asks the replicas for `tags`."""
 
@@ -181,6 +187,8 @@ class Fleet:
 
     def _note_change(self, replica: Replica) -> None:
         health = replica.health
+        self._n_changes += 1
+        self.changes.append((self._n_changes, _shown_change(replica)))
         if health.state == "up":
             replica.breaker.reset()  # failures before the restart do not count
             replica.refused_key = None
@@ -265,6 +273,23 @@ def describe(replica: Replica, now: float) -> dict[str, Any]:
         "weight": replica.spec.weight,
         "has_key": replica.spec.key is not None,
         "can_migrate": replica.can_migrate,
+    }
+
+
+def _shown_change(replica: Replica) -> dict[str, Any]:
+    is_up = replica.health.state == "up"
+    if is_up:
+        did = "It gets requests."
+    else:
+        did = "It gets no requests" + (", and its streams go on elsewhere." if replica.can_migrate else ".")
+    return {
+        "at": round(time.time(), 1),
+        "what": f"The replica {replica.name} {'is up' if is_up else replica.health.reason}.",
+        "cause": "",
+        "did": did,
+        "remedy": "" if is_up else f"Look at the server of {replica.name}: `phalanx status`, `phalanx logs`.",
+        "gap_seconds": None,
+        "is_good": is_up,
     }
 
 

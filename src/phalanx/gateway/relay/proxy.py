@@ -29,6 +29,7 @@ from phalanx.gateway.relay.failover import RETRIED, Failover
 from phalanx.gateway.relay.gateway_metrics import GatewayMetrics
 from phalanx.gateway.relay.relay import FIRST_ERROR, Relay
 from phalanx.gateway.relay.replica_sessions import ReplicaSessions
+from phalanx.gateway.relay.request_trails import RequestTrail, RequestTrails, StreamMove, trail_of
 from phalanx.gateway.relay.traffic import BufferedResponse, Traffic
 from phalanx.gateway.settings.gateway_settings import GatewayConfig
 from phalanx.http.content_encoding import read_body
@@ -50,6 +51,7 @@ class _Call(Struct, eq=False):
 
     exchange: ClientExchange
     failover: Failover
+    trail: RequestTrail
     path: str  # with its query
     body: bytes
     n_tokens: int  # expected, of prompt and answer
@@ -89,6 +91,7 @@ class Proxy:
         self._budgets = RetryBudgets(config.retry_budget)
         self._memory = FairQuota(BODIES * config.max_body_bytes)
         self._calls: set[_Call] = set()
+        self.trails = RequestTrails()
         self._closed: PhalanxError | None = None
         self._closing = asyncio.Event()
 
@@ -119,15 +122,20 @@ class Proxy:
             if self._closed is not None:
                 raise self._closed
             self._calls.add(call)
+            if failover.may_stream:  # it asks a model
+                self.trails.add(call.trail)
             try:
                 while failover.state != "done":
                     await self._step(call)
                 reply = await self._end(call)
             finally:
                 self._calls.discard(call)
-                if failover.state != "done":  # the client left
+                has_left = failover.state != "done"
+                if has_left:
                     failover.client_gone(self._clock())
                     self._dispatcher.settle()
+                is_error = isinstance(failover.result, PhalanxError)
+                call.trail.end("client left" if has_left else "failed" if is_error else "finished", self._clock())
         self._metrics.finished(self._clock() - exchange.arrived, call.queued_s)
         return reply
 
@@ -198,7 +206,8 @@ class Proxy:
         )
         query = f"?{url.raw_query_string}" if url.raw_query_string else ""
         n_tokens = prompt_tokens(exchange.n_read) + (0 if exchange.dialect in OPAQUE else seen.answer_tokens)
-        return _Call(exchange, failover, exchange.raw_path + query, body, n_tokens, pass_keys, now)
+        trail = trail_of(exchange, model)
+        return _Call(exchange, failover, trail, exchange.raw_path + query, body, n_tokens, pass_keys, now)
 
     async def _step(self, call: _Call) -> None:
         """Take the step that the state names, and report the outcome."""
@@ -225,6 +234,7 @@ class Proxy:
         exchange, failover, traffic = call.exchange, call.failover, call.failover.traffic
         assert traffic is not None
         replica = traffic.grant.replica
+        call.trail.replicas.append(replica.name)
         if not exchange.has_begun:
             exchange.n_tokens = call.n_tokens
         pass_keys = call.pass_keys and replica.spec.key is None and not replica.spec.by_api
@@ -246,6 +256,7 @@ class Proxy:
             level = logging.WARNING if exchange.has_begun else logging.INFO
             log.log(level, "%s %s: an attempt on %s failed: %s", exchange.path, exchange.id, replica.name, error)
             failover.broke_off(error, self._clock())
+            call.trail.gap_since = failover.gap_since
         else:
             if answer is None:
                 failover.passed_on(self._clock())
@@ -304,6 +315,9 @@ class Proxy:
         now, since = self._clock(), call.failover.gap_since
         if since is not None:
             self._metrics.gap(now - since)
+            arrived = call.exchange.arrived
+            call.trail.moves.append(StreamMove(since - arrived, call.failover.gap_of, replica.name, now - since))
+            call.trail.gap_since = None
             log.info("%s: %s continues the stream after %.2f s", call.exchange.id, replica.name, now - since)
         call.failover.first_byte(now)
 

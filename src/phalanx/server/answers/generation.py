@@ -116,7 +116,7 @@ class Generation:
         """
         assert self._slots is not None, "begin comes first"
         slots = self._slots
-        while len(self._endings) < len(self._requests):
+        while not self.is_complete():
             try:
                 async with asyncio.timeout(keepalive_s):
                     events = await slots.output.read()
@@ -161,6 +161,10 @@ class Generation:
             completion=sum(decoder.n_tokens for decoder in self._decoders),
             reasoning=self._reasoning_tokens(),
         )
+
+    def is_complete(self) -> bool:
+        """Whether every choice has ended."""
+        return len(self._endings) == len(self._requests)
 
     @property
     def first_ending(self) -> ChoiceEnding:

@@ -66,6 +66,11 @@ class EngineHealth:
                 async with asyncio.timeout(PING_EVERY_S - MIN_GAP_S):
                     await self._answer_ended.wait()
 
+    @property
+    def stats(self) -> EngineStats | None:
+        """The engine's last figures; None before the first ones, and while it is away."""
+        return self._stats
+
     def report(self) -> tuple[int, dict[str, Any]]:
         """HTTP status and body of /health."""
         state = self._engine.state

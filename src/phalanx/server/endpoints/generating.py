@@ -34,7 +34,8 @@ from phalanx.server.prompts.prompt_encoder import SHORT, Prompts
 from phalanx.server.requests.intake import Intake
 from phalanx.server.requests.parsed import ApiModel, ChatRequest, CompletionRequest, Options
 from phalanx.server.requests.validate import check_echoed, plan_sequences
-from phalanx.server.sequences.journal import Journal
+from phalanx.server.sequences.journal import Journal, RequestSlots
+from phalanx.server.sequences.request_log import RequestLife, RequestLog
 from phalanx.server.sequences.server_metrics import ServerMetrics
 from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.types import ModelInfo, SequenceRequest
@@ -54,6 +55,7 @@ class GenerationJob(Struct, frozen=True, kw_only=True):
     field: str  # that holds the prompts, for errors
     group: str  # of its sequences; always new, so that they differ from those of an answer that ends just now
     migration: StreamMigration
+    life: RequestLife  # for the log, which takes it once it is submitted
     start: Start  # of the answer: its id, time and seed
     format: Callable[[ResponseHead], AnswerFormat]
     silence_s: float  # of a stream, after which its client gets a keep-alive
@@ -85,6 +87,7 @@ class CompletionEndpoints:
         grammars: GrammarChecks,
         journal: Journal,
         metrics: ServerMetrics,
+        request_log: RequestLog,
         determinism_key: Callable[[ModelInfo], str],
         clock: Callable[[], float],
     ) -> None:
@@ -96,6 +99,7 @@ class CompletionEndpoints:
         self._grammars = grammars
         self._journal = journal
         self._metrics = metrics
+        self._request_log = request_log
         self._determinism_key = determinism_key
         self._clock = clock
 
@@ -119,25 +123,28 @@ class CompletionEndpoints:
                 if isinstance(asked, StaticAnswer):
                     self._journal.require_ready()
                     return Answer(to_json(asked.answer(int(time.time()))))
-                job = self._job(asked, dialect, owner, memory, migration)
+                job = self._job(asked, dialect, exchange, memory, migration)
                 return await (self._stream(job) if job.options.stream else exchange.unless_lost(self._whole(job)))
 
         return endpoint
 
     def _job(
-        self, asked: ParsedBody, dialect: Dialect[B], owner: str, memory: BodyLease, migration: StreamMigration
+        self, asked: ParsedBody, dialect: Dialect[B], exchange: Exchange, memory: BodyLease, migration: StreamMigration
     ) -> GenerationJob:
+        owner = exchange.owner or ""
         id = f"{dialect.id_prefix}{uuid.uuid4().hex}"
         silence_s = min(self._config.keepalive_seconds, dialect.longest_silence_s)
         parsed = asked.request
         seed = parsed.options.sampling.seed if parsed.options.seeded else secrets.randbits(64)
+        start = migration.start(id, int(time.time()), seed)
         job = partial(
             GenerationJob,
             options=parsed.options,
             field=dialect.field,
             group=id,
             migration=migration,
-            start=migration.start(id, int(time.time()), seed),
+            life=_life(parsed, exchange, start, migration.n_moves),
+            start=start,
             format=asked.format,
             silence_s=silence_s,
             owner=owner,
@@ -156,8 +163,9 @@ class CompletionEndpoints:
 
     async def _whole(self, job: GenerationJob) -> Answer:
         with self._journal.reserve(job.n_choices, job.owner) as slots:
-            generation = await self._prepare(job)
-            choices = await generation.choices(slots)
+            generation = await self._prepare(job, slots)
+            with self._request_log.watching(job.start.id, generation.is_complete):
+                choices = await generation.choices(slots)
         timing = timing_json(generation.first_ending, None) if job.options.timing else None
         form, usage = job.format(self._head(job)), generation.usage()
         body = await self._prompts.run(_size(job, choices), lambda: to_json(form.whole(choices, usage, timing)))
@@ -166,7 +174,8 @@ class CompletionEndpoints:
     async def _stream(self, job: GenerationJob) -> EventStream:
         with ExitStack() as stack:
             slots = stack.enter_context(self._journal.reserve(job.n_choices, job.owner))
-            generation = await self._prepare(job)
+            generation = await self._prepare(job, slots)
+            stack.enter_context(self._request_log.watching(job.start.id, generation.is_complete))
             form = job.format(self._head(job))
             is_open = await job.migration.replay(generation, form, job.n_choices)
             await generation.begin(slots)  # errors up to here become an HTTP status
@@ -174,7 +183,7 @@ class CompletionEndpoints:
             events = job.migration.with_records(events, slots.output, form.media_type)
             return EventStream(events, stack.pop_all().close, form.media_type)
 
-    async def _prepare(self, job: GenerationJob) -> Generation:
+    async def _prepare(self, job: GenerationJob, slots: RequestSlots) -> Generation:
         info = self._journal.require_ready()
         encoded = await job.encode(info.max_model_len, await job.migration.prompt(info.vocab_size))
         prompts = encoded.prompts
@@ -204,6 +213,8 @@ class CompletionEndpoints:
             pairs = zip(job.texts, prompts, strict=True)
             echoes = [await self._prompts.decode(ids) if text is None else text for text, ids in pairs]
             check_echoed(sum(map(len, filter(None, echoes))), job.options.n)
+        job.life.arrived = slots.arrived
+        self._request_log.begin(job.life, requests)
         return Generation(
             self._prompts.tokenizer,
             job.options,
@@ -244,6 +255,7 @@ class CompletionEndpoints:
                         self._metrics.first_byte(first_byte_s)
         except PhalanxError as error:
             job.migration.fail(error)
+            self._request_log.fail(job.start.id, str(error))
             yield form.failure(public_failure(error))
             return
         timing = timing_json(generation.first_ending, first_byte_s) if job.options.timing else None
@@ -266,6 +278,23 @@ class CompletionEndpoints:
             null_usage=options.stream and options.include_usage,
             moves=job.migration.moves,
         )
+
+
+def _life(parsed: ChatRequest | CompletionRequest, exchange: Exchange, start: Start, moves: int) -> RequestLife:
+    messages = parsed.conversation.messages if isinstance(parsed, ChatRequest) else []
+    return RequestLife(
+        id=start.id,
+        request_id=exchange.id,
+        owner=exchange.owner or "",
+        model=parsed.options.model,
+        endpoint=exchange.endpoint,
+        created=start.created,
+        arrived=0.0,
+        stream=parsed.options.stream,
+        moves=moves,
+        roles=tuple(message["role"] for message in messages),
+        contents=tuple(message["content"] for message in messages),
+    )
 
 
 def _size(job: GenerationJob, deltas: list[Delta]) -> int:

@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from phalanx import __version__
 from phalanx.errors import EngineUnavailable
 from phalanx.http.api_keys import ApiKeys
-from phalanx.http.http_exchange import GREETING, Answer, Exchange, Reply, json_answer
+from phalanx.http.http_exchange import Answer, Exchange, Reply, json_answer
 from phalanx.http.media_types import require_json
 from phalanx.http.model_lists import lm_studio_card, lm_studio_list, model_card, model_list
 from phalanx.http.vector_requests import no_vectors
@@ -59,10 +59,6 @@ class InfoEndpoints:
         self._metrics = metrics
         self._keys = keys
         self._created = int(time.time())
-
-    async def root(self, _: Exchange) -> Answer:
-        """`GET /`: a greeting, for clients that look for a server."""
-        return GREETING
 
     async def models(self, exchange: Exchange) -> Answer:
         """`GET /v1/models`: the names under which the model is served."""

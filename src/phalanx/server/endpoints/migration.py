@@ -118,6 +118,11 @@ class StreamMigration:
             return self._resume.start
         return Start(id=id, created=created, seed=seed, determinism_key="", prompts=0)
 
+    @property
+    def n_moves(self) -> int:
+        """How often another server has lost the stream before."""
+        return 0 if self._resume is None else self._resume.moves
+
     async def prompt(self, vocab_size: int) -> list[int] | None:
         """A continued chat's prompt, if another server's memory made it; else empty. None: the answer begins here.
 

@@ -1,0 +1,107 @@
+"""`phalanx top`: what a server or a gateway does, live, from the stream that its page reads as well."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import msgspec
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from phalanx.bench.http_client import open_client
+from phalanx.cli.chat import api_base
+from phalanx.cli.setting_flags import key_file, keys_of
+from phalanx.cli.terminal import is_dumb
+from phalanx.cli.top_view import TopView
+from phalanx.environment import API_KEY_VARIABLE
+from phalanx.errors import ConfigError, ExitCode
+
+SILENCE_S = 25.0  # the server says at least every ten seconds that the stream goes on
+EVENT_BYTES = 8 << 20  # of one event; a thousand requests have some 400 KB
+WRONG_KEY = (401, 403)
+
+
+def command(
+    url: Annotated[
+        str, typer.Argument(metavar="[URL]", help="The server's or the gateway's address.")
+    ] = "http://127.0.0.1:8000",
+    api_key: Annotated[str | None, typer.Option(help="The admin key shows all requests. Also PHALANX_API_KEY.")] = None,
+    api_key_file: Annotated[Path | None, key_file("--api-key")] = None,
+    ssl_certfile: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="The server's certificate, if no authority signed it."),
+    ] = None,
+) -> int:
+    """Show hosts, replicas and requests of a server or a gateway, live; into a pipe, once. Ctrl-C ends it."""
+    key = next(iter(keys_of("--api-key", api_key, api_key_file, API_KEY_VARIABLE, several=True)), None)
+    return asyncio.run(_show(api_base(url), key, ssl_certfile))
+
+
+async def _show(base: str, key: str | None, certificate: Path | None) -> int:
+    is_live = sys.stdout.isatty() and not is_dumb()
+    size = shutil.get_terminal_size()
+    console = Console(width=None if is_live else size.columns)
+    async with aclosing(_overviews(base, key, certificate)) as overviews:
+        if not is_live:
+            console.print(TopView(await anext(overviews), None))
+            return ExitCode.OK
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            async for parts in overviews:
+                live.update(TopView(parts, console.height), refresh=True)
+    raise ConfigError(f"{base} has ended the stream.", remedy="It is shutting down, or was restarted.")
+
+
+async def _overviews(base: str, key: str | None, certificate: Path | None) -> AsyncGenerator[dict[str, Any]]:
+    """The parts after each event.
+
+    Raises:
+        ConfigError: the server does not answer, refuses the key, or is none of phalanx.
+    """
+    timeout = httpx.Timeout(SILENCE_S)
+    try:
+        async with open_client(base, key, certificate) as client:
+            async with client.stream("GET", "/overview/events", timeout=timeout) as answer:
+                if answer.status_code in WRONG_KEY:
+                    raise ConfigError(
+                        f"{base} refuses the key.", remedy="Give one of its API keys, or its admin key, as --api-key."
+                    )
+                if answer.status_code != 200:
+                    raise ConfigError(
+                        f"{base} answers {answer.status_code} to /overview/events.",
+                        remedy="Give the address of a server or a gateway of phalanx 0.3 or newer.",
+                    )
+                async for parts in _parts(answer):
+                    yield parts
+    except (httpx.HTTPError, msgspec.DecodeError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{base} does not answer as phalanx does: {str(error) or type(error).__name__}.",
+            remedy="Give the address that `phalanx serve` or `phalanx gateway` printed.",
+        ) from error
+
+
+async def _parts(answer: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
+    parts: dict[str, Any] = {}
+    rest = b""
+    async for piece in answer.aiter_bytes():
+        rest += piece
+        *events, rest = rest.split(b"\n\n")
+        if len(rest) > EVENT_BYTES:
+            raise TypeError(f"an event of more than {EVENT_BYTES >> 20} MiB")
+        for event in events:
+            lines = dict(line.split(b": ", 1) for line in event.split(b"\n") if b": " in line)
+            if b"data" not in lines:
+                continue
+            said = msgspec.json.decode(lines[b"data"], type=dict[str, Any])
+            if lines.get(b"event") == b"snapshot":
+                parts = said
+            else:
+                parts = {name: part for name, part in parts.items() if name not in said["drop"]} | said["set"]
+            yield parts

@@ -1,0 +1,169 @@
+"""What `phalanx top` shows of an overview's parts: the server or gateway, hosts, replicas, requests, the last fault."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.text import Text
+
+from phalanx.cli.fitting_table import FittingTable
+from phalanx.memory import GB, MIB
+from phalanx.text.printable import printable
+
+COLOURS = {
+    "up": "green", "ready": "green", "decode": "green", "prefill": "blue", "queued": "", "finished": "dim",
+    "paused": "yellow", "client left": "yellow", "draining": "yellow",
+}  # fmt: skip
+ID_CHARS = 16
+Parts = Mapping[str, Any]
+
+
+class TopView:
+    """A picture of the parts, for rich's consoles: no line is wider than the terminal, and no more than fit.
+
+    Args:
+        parts: name -> what the server says of it; see `http/overview_stream.py`.
+        height: lines at most; None: as many as there are.
+    """
+
+    def __init__(self, parts: Parts, height: int | None) -> None:
+        self._parts = parts
+        self._height = height
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        width = options.max_width
+        lines = [line for line in self._lines(console, width) if line is not None]
+        for line in lines if self._height is None else lines[: self._height]:
+            line.truncate(width, overflow="ellipsis")
+            line.no_wrap = True
+            yield line
+
+    def _lines(self, console: Console, width: int) -> Iterator[Text]:
+        yield from _wrapped(_server(self._parts.get("server", {})), width)
+        yield from self._fault(width)
+        for name, host in _below(self._parts, "hosts"):
+            yield from _wrapped(_host(name, host), width)
+        replicas, requests = _replicas(self._parts), _requests(self._parts)
+        for table in (replicas, requests):
+            if table is not None:
+                yield Text()
+                yield from table.lines(console, width)
+
+    def _fault(self, width: int) -> Iterator[Text]:
+        """The last event, unless it is a good one."""
+        events = sorted(_below(self._parts, "events"), key=lambda found: int(found[0]) if found[0].isdigit() else 0)
+        if events and not events[-1][1].get("is_good"):
+            event = events[-1][1]
+            yield from _wrapped([Text(_said(event.get("what")), "red"), Text(_said(event.get("remedy")))], width)
+
+
+def _below(parts: Parts, name: str) -> list[tuple[str, Any]]:
+    return [(part.partition("/")[2], value) for part, value in parts.items() if part.startswith(f"{name}/")]
+
+
+def _server(server: Mapping[str, Any]) -> list[Text]:
+    phase = _said(server.get("phase"))
+    is_gateway = server.get("kind") == "gateway"
+    name = "gateway" if is_gateway else ", ".join(map(_said, server.get("models") or ["-"]))
+    facts = [Text(name, "bold"), Text(phase, COLOURS.get(phase, "red"))]
+    if "running" in server:
+        facts.append(Text(f"{server['running']} of {server.get('limit')} {'requests' if is_gateway else 'rows'}"))
+        facts.append(Text(f"{server.get('waiting')} waiting"))
+    if "prefix_hit_rate" in server:
+        facts.append(Text(f"{server['prefix_hit_rate']:.0%} of prompts cached"))
+    if server.get("ranks"):
+        facts.append(Text(f"{server['ranks']} ranks" if server["ranks"] > 1 else "1 rank"))
+    if server.get("reason"):
+        facts.append(Text(_said(server["reason"]), "red"))
+    return facts
+
+
+def _host(name: str, host: Mapping[str, Any]) -> list[Text]:
+    ranks = ", ".join(str(rank.get("rank")) for rank in host.get("ranks", ()))
+    wrong = sum(rank.get("mismatches", 0) for rank in host.get("ranks", ()))
+    facts = [Text(printable(name), "bold"), Text(f"ranks {ranks}")]
+    if wrong:
+        facts.append(Text(f"{wrong} steps differ from the plan", "red"))
+    if memory := host.get("memory"):
+        facts += [
+            Text(f"weights {_size(memory['weights'])}"),
+            Text(f"rows {_size(memory['rows'])} of {_size(memory['rows_budget'])}"),
+            Text(f"prefixes {_size(memory['prefixes'])} of {_size(memory['prefixes_budget'])}"),
+            Text(f"free {_size(max(0, memory['available'] - memory['guard']))} of {_size(memory['total'])}"),
+        ]
+    return facts
+
+
+def _replicas(parts: Parts) -> FittingTable | None:
+    if not (found := _below(parts, "replicas")):
+        return None
+    table = FittingTable("REPLICA", "STATE", "REQUESTS", "MODELS", "WHY", keys=("REPLICA",), texts=("WHY",))
+    for name, replica in sorted(found, key=lambda one: (not one[1].get("reason"), one[0])):
+        models = "any" if replica.get("models") is None else ", ".join(map(_said, replica["models"]))
+        busy = f"{replica.get('in_flight')}/{replica.get('limit')}"
+        reason = Text(_said(replica.get("reason")))
+        table.add_row(Text(printable(name)), _state(replica.get("state")), Text(busy), Text(models), reason)
+    return table
+
+
+def _requests(parts: Parts) -> FittingTable | None:
+    found = sorted((row for _, row in _below(parts, "requests")), key=lambda row: -row.get("number", 0))
+    if not found:
+        return None
+    if parts.get("server", {}).get("kind") == "gateway":
+        table = FittingTable(
+            "REQUEST", "STATE", "MODEL", "REPLICA", "FIRST", "MOVED", "TIME", keys=("REQUEST", "STATE")
+        )
+        for row in found:
+            first = row.get("first_text_seconds")
+            cells = (row.get("model"), row.get("replica"), "-" if first is None else f"{first:.2f} s", row.get("moves"))
+            table.add_row(*_head(row), *(Text(_said(cell)) for cell in cells), Text(_time(row)))
+        return table
+    table = FittingTable(
+        "REQUEST", "STATE", "PROMPT", "CACHED", "OUTPUT", "TOK/S", "DRAFTS", "TIME", keys=("REQUEST", "STATE")
+    )
+    for row in found:
+        drafted = row.get("drafted_tokens")
+        drafts = f"{row.get('accepted_tokens', 0) / drafted:.0%}" if drafted else "-"
+        cells = (*(row.get(f"{name}_tokens") for name in ("prompt", "cached", "output")), row.get("tokens_per_second"))
+        table.add_row(*_head(row), *(Text(_said(cell)) for cell in cells), Text(drafts), Text(_time(row)))
+    return table
+
+
+def _head(row: Mapping[str, Any]) -> tuple[Text, Text]:
+    id, state = _said(row.get("id")), _state(row.get("state"))
+    if "prefilled" in row:
+        state.append(f" {row['prefilled']:.0%}")
+    return Text(id if len(id) <= ID_CHARS else f"{id[:9]}..{id[-5:]}"), state
+
+
+def _state(state: object) -> Text:
+    said = _said(state)
+    return Text(said, COLOURS.get(said, "red"))
+
+
+def _time(row: Mapping[str, Any]) -> str:
+    return f"{row.get('seconds', 0):.1f} s"
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / GB:.1f} GiB" if n_bytes >= GB else f"{n_bytes / MIB:.0f} MiB"
+
+
+def _said(value: object) -> str:
+    return "-" if value is None else printable(str(value))
+
+
+def _wrapped(facts: list[Text], width: int) -> Iterator[Text]:
+    """The facts side by side, on as many lines as they need."""
+    line = Text()
+    for fact in (fact for fact in facts if fact):
+        if line and line.cell_len + 2 + fact.cell_len > width:
+            yield line
+            line = Text("  ")
+        elif line:
+            line.append("  ")
+        line.append_text(fact)
+    yield line

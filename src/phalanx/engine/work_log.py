@@ -1,0 +1,76 @@
+"""What was done for each sequence: counted from the plans, for `GET /v1/requests/{id}` and the page.
+
+Reads plans and the scheduler's state; decides nothing.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from phalanx.sched.plan import Admit, Forward, Restore, RowOp, Share, Step
+from phalanx.sched.scheduler import Scheduler
+from phalanx.types import Finished, PromptScored, SequenceProgress, SequenceWork, Tokens
+
+
+class WorkLog:
+    """Work by sequence id, from a sequence's first plan to its end."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._work: dict[str, SequenceWork] = {}
+        self._cached_at_all = scheduler.config.prefix_budget > 0
+
+    def note(self, step: Step) -> None:
+        """A plan was made: its rows are those of the scheduler."""
+        for op, after in zip(step.ops, [*step.ops[1:], None], strict=False):
+            if isinstance(op, Admit):
+                self._admitted(op, after)
+        for forward in step.forwards:
+            self._computed(forward)
+
+    def with_work(self, event: Tokens | Finished | PromptScored) -> Tokens | Finished | PromptScored:
+        """The event; the last one of a sequence says what was done for it, which is then forgotten."""
+        if isinstance(event, Finished) and (work := self._work.pop(event.id, None)) is not None:
+            return replace(event, work=work)
+        return event
+
+    def progress(self) -> list[SequenceProgress]:
+        """Where each sequence with a row stands."""
+        return [
+            SequenceProgress(
+                id=row.id,
+                computed=row.kv_len + row.in_flight,
+                known=len(row.tokens),
+                cached_tokens=row.cached_tokens,
+                drafted_tokens=row.drafted,
+                accepted_tokens=row.accepted,
+                work=self._work.get(row.id, SequenceWork()),
+            )
+            for row in self._scheduler.layout.rows()
+        ]
+
+    def _admitted(self, op: Admit, after: RowOp | None) -> None:
+        """A sequence has a row. What it reuses is said by the operation behind it."""
+        if (seq := self._scheduler.by_number.get(op.seq)) is None:
+            return
+        if (known := self._work.get(seq.id)) is not None:
+            known.preemptions += 1
+            return
+        nearest, common = 0, 0
+        reuses = isinstance(after, Restore | Share) and (after.arena, after.slot) == (op.arena, op.slot)
+        if reuses and isinstance(after, Restore):
+            nearest, common = max(after.length, self._scheduler.prefix.length(after.entry)), after.length
+        elif reuses and isinstance(after, Share):
+            nearest, common = after.length, after.length
+        elif self._cached_at_all:
+            nearest, common = self._scheduler.prefix.nearest(seq.request.sharing, seq.request.prompt)
+        self._work[seq.id] = SequenceWork(nearest_tokens=nearest, left_at=common)
+
+    def _computed(self, forward: Forward) -> None:
+        for number in forward.seqs:
+            if (seq := self._scheduler.by_number.get(number)) is None or (work := self._work.get(seq.id)) is None:
+                continue
+            if forward.sample:
+                work.steps += 1
+            else:
+                work.chunks += 1

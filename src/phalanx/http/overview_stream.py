@@ -1,0 +1,106 @@
+"""What pages and `phalanx top` watch: a snapshot of a process, then what changes of it, as server-sent events.
+
+    event: snapshot
+    data: {"server": {...}, "requests/chatcmpl-1": {...}}
+
+    event: change
+    data: {"set": {"requests/chatcmpl-1": {...}}, "drop": ["requests/chatcmpl-0"]}
+
+Nothing is done while nobody watches, and viewers with the same rights share the work. Does not know what is shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from phalanx.errors import QueueFull
+from phalanx.http.http_exchange import EventStream
+
+TICK_S = 0.25  # between two changes
+QUIET_S = 10.0  # without a change, after which the viewer is told that the stream goes on
+MAX_VIEWERS = 64  # each costs as much as a slow stream
+EVENTS = "text/event-stream"
+
+Parts = Mapping[str, Any]
+"""Name of each part -> what is shown of it."""
+
+
+class OverviewStream:
+    """See the module's docstring.
+
+    Args:
+        parts: what a viewer sees now, by whose it may see; None: everyone's.
+        is_over: the process ends, and with it all streams.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, parts: Callable[[str | None], Parts], is_over: Callable[[], bool], clock: Callable[[], float]
+    ) -> None:
+        self._parts = parts
+        self._is_over = is_over
+        self._clock = clock
+        self._n_viewers = 0
+        self._last: dict[str | None, tuple[float, dict[str, bytes]]] = {}  # by rights: when it was made
+
+    def open(self, owner: str | None) -> EventStream:
+        """The stream of one more viewer.
+
+        Raises:
+            QueueFull: there are as many as there may be.
+        """
+        if self._n_viewers >= MAX_VIEWERS:
+            raise QueueFull(f"{MAX_VIEWERS} pages watch already.", retry_after=5.0)
+        self._n_viewers += 1
+        return EventStream(self._events(owner), self._close, EVENTS)
+
+    def _close(self) -> None:
+        self._n_viewers -= 1
+        if not self._n_viewers:
+            self._last.clear()
+
+    async def _events(self, owner: str | None) -> AsyncGenerator[bytes]:
+        seen = self._encoded(owner)
+        yield framed("snapshot", _object(seen))
+        quiet = 0.0
+        while not self._is_over():
+            await asyncio.sleep(TICK_S)
+            now = self._encoded(owner)
+            quiet += TICK_S
+            if now is not seen and (change := _change(seen, now)) is not None:
+                yield framed("change", change)
+                quiet = 0.0
+            elif quiet >= QUIET_S:
+                yield b": the stream goes on\n\n"
+                quiet = 0.0
+            seen = now
+
+    def _encoded(self, owner: str | None) -> dict[str, bytes]:
+        """The parts as JSON, made at most once in a tick."""
+        now = self._clock()
+        made = self._last.get(owner)
+        if made is None or now - made[0] >= TICK_S * 0.9:
+            made = now, {name: msgspec.json.encode(part) for name, part in self._parts(owner).items()}
+            self._last[owner] = made
+        return made[1]
+
+
+def framed(event: str, data: bytes) -> bytes:
+    """A server-sent event; JSON has no line breaks."""
+    return b"event: " + event.encode() + b"\ndata: " + data + b"\n\n"
+
+
+def _change(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> bytes | None:
+    new = {name: part for name, part in after.items() if before.get(name) != part}
+    gone = [name for name in before if name not in after]
+    if not new and not gone:
+        return None
+    return b'{"set":' + _object(new) + b',"drop":' + msgspec.json.encode(gone) + b"}"
+
+
+def _object(parts: Mapping[str, bytes]) -> bytes:
+    return msgspec.json.encode({name: msgspec.Raw(part) for name, part in parts.items()})

@@ -1,0 +1,116 @@
+"""What a gateway's page sees, and the life of a request that the gateway asks its replicas for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from support.gateways import CHAT, Client, gateway, run
+from support.serving import CONFIG, fake_engine, make_tokenizer, running_server
+from support.stub_replica import StubReplica, streaming
+
+from phalanx.supervision.fake_engine import replying
+
+KEYS = ("mine-1234", "yours-567")
+
+
+async def parts(client: Client, wanted: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """What the stream has told, as soon as it is what is wanted."""
+    found: dict[str, Any] = {}
+    async with client.request("GET", "/v1/overview/events") as answer:
+        assert answer.status == 200
+        async for line in answer.content:
+            if line.startswith(b"data: "):
+                said = json.loads(line[6:])
+                found |= said.get("set", said)
+                if wanted(found):
+                    return found
+    raise AssertionError("the stream has ended")
+
+
+def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
+    return [part for name, part in found.items() if name.startswith("requests/")]
+
+
+def test_replicas_and_requests_are_shown() -> None:
+    async def scenario() -> None:
+        async with StubReplica(streaming(2)) as stub, gateway(stub.url) as client:
+            await client.stream()
+            found = await parts(client, rows)
+            (replica,) = [part for name, part in found.items() if name.startswith("replicas/")]
+            assert replica["state"] == "up" and "url" not in replica
+            (row,) = rows(found)
+            assert (row["state"], row["replica"], row["moves"]) == ("finished", replica["name"], 0)
+            assert found["server"]["kind"] == "gateway" and found["events/1"]["is_good"]
+
+    run(scenario())
+
+
+def test_a_key_sees_its_own_and_the_gateways_admin_key_all() -> None:
+    async def scenario() -> None:
+        async with (
+            StubReplica(streaming(2)) as stub,
+            gateway(stub.url, api_key=KEYS, admin_key="gateway-admin", key=KEYS[0]) as client,
+        ):
+            await client.stream()
+            async with client.request("GET", "/v1/overview/events", Authorization="Bearer none") as refused:
+                assert refused.status == 401
+            for key, n in ((KEYS[0], 1), (KEYS[1], 0), ("gateway-admin", 1)):
+                client._headers = {"Authorization": f"Bearer {key}"}
+                assert len(rows(await parts(client, lambda found: "server" in found))) == n
+
+    run(scenario())
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two servers with an admin key."""
+    tokenizer = make_tokenizer(Path(tmp_path_factory.mktemp("tokenizer")))
+    config = replace(CONFIG, api_key=("inner-key",), admin_key="inner-admin")
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(running_server(tokenizer, fake_engine(tokenizer, replying([5, 0])), config))
+            for _ in range(2)
+        ]
+
+
+SETTINGS: dict[str, Any] = {
+    "worker_key": "inner-key", "worker_admin_key": "inner-admin", "api_key": KEYS, "admin_key": "gateway-admin"
+}  # fmt: skip
+
+
+def test_a_life_is_told_by_the_replica_that_had_the_request(servers: Any) -> None:
+    async def scenario() -> None:
+        async with gateway(*(server.origin for server in servers), key=KEYS[0], **SETTINGS) as client:
+            body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+            async with client.request("POST", CHAT, body) as answer:
+                request_id, id = answer.headers["x-request-id"], (await answer.json())["id"]
+            for asked in (request_id, id):
+                status, life = await client.get(f"/v1/requests/{asked}")
+                assert status == 200 and life["replicas"][0]["choices"][0]["output_tokens"] == 2
+                assert any("got 2 tokens in" in line or "prompt tokens" in line for line in life["story"])
+            client._headers = {"Authorization": f"Bearer {KEYS[1]}"}
+            assert [(await client.get(f"/v1/requests/{asked}"))[0] for asked in (request_id, id)] == [404, 404]
+            client._headers = {"Authorization": "Bearer gateway-admin"}
+            assert [(await client.get(f"/v1/requests/{asked}"))[0] for asked in (request_id, id)] == [200, 200]
+
+    run(scenario())
+
+
+def test_without_the_replicas_admin_key_no_client_sees_anothers_request(servers: Any) -> None:
+    async def scenario() -> None:
+        settings = {**SETTINGS, "worker_admin_key": None}
+        async with gateway(servers[0].origin, key=KEYS[0], **settings) as client:
+            body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
+            async with client.request("POST", CHAT, body) as answer:
+                request_id, id = answer.headers["x-request-id"], (await answer.json())["id"]
+            assert (await client.get(f"/v1/requests/{request_id}"))[0] == 200
+            client._headers = {"Authorization": f"Bearer {KEYS[1]}"}
+            assert [(await client.get(f"/v1/requests/{asked}"))[0] for asked in (request_id, id)] == [404, 404]
+
+    run(scenario())
