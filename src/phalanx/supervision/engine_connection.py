@@ -42,6 +42,7 @@ class EngineConnection(EngineClient):
         self._pings: dict[int, tuple[asyncio.Future[EngineStats], float]] = {}  # and when each was sent
         self._nonce = 0
         self._last_message_at = 0.0  # monotonic seconds
+        self._last_pong_at = 0.0  # monotonic seconds
         self._ready_at: float | None = None  # monotonic seconds, of the leader that is or was connected last
         self._failure: Failed | None = None
         self._log_complete = asyncio.Event()
@@ -57,8 +58,9 @@ class EngineConnection(EngineClient):
         return replace(self._state, last_pong_age_s=self._silent_s() if self._state.phase == "ready" else None)
 
     def _silent_s(self) -> float:
-        """Seconds without a sign of life, or since a ping that some rank has left unanswered: tokens may flow on."""
-        asked = [sent_at for _, sent_at in self._pings.values()]
+        """Seconds without a sign of life. While pings are open only an answered one is: a rank that withholds its
+        report may compute on. (Ranks report in turns, and a ping may have to wait for the second one.)"""
+        asked = [max(sent_at, self._last_pong_at) for _, sent_at in self._pings.values()]
         return time.monotonic() - min([self._last_message_at, *asked])
 
     def send(self, message: ToEngine) -> None:
@@ -104,6 +106,7 @@ class EngineConnection(EngineClient):
             case Batch():
                 self.emit_batch(message)
             case Pong():
+                self._last_pong_at = time.monotonic()
                 future, _ = self._pings.pop(message.nonce, (None, 0.0))
                 if future is not None and not future.done():
                     future.set_result(message.stats)

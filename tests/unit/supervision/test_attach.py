@@ -135,3 +135,33 @@ def test_a_leader_that_tells_tokens_and_answers_no_ping_is_stuck(path, monkeypat
         await engine.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_ping_that_waits_for_the_next_report_is_no_silence(path, monkeypatch):
+    """Ranks report, which answers the pings of before; those that came meanwhile have the next report."""
+    now = [100.0]
+    monkeypatch.setattr(engine_connection, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    monkeypatch.setattr(engine_connection, "PING_PERIOD_S", 1e6)
+    engine = AttachedEngine(path, stall_s=60.0)
+    codec = engine_codec()
+
+    async def main() -> None:
+        await engine.start()
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(codec.encode(Ready(FAKE_INFO, 1)))
+        while engine.state.phase != "ready":
+            await asyncio.sleep(0.001)
+        early, late = asyncio.create_task(engine.ping()), asyncio.create_task(engine.ping())
+        nonces = [codec.decode(await read_frame(reader)).nonce for _ in range(2)]
+        now[0] += 20
+        assert engine.state.last_pong_age_s == 20
+        writer.write(codec.encode(Pong(nonces[0], EngineStats())))
+        await early
+        now[0] += 5
+        assert not late.done() and engine.state.last_pong_age_s == 5
+        writer.write(codec.encode(Pong(nonces[1], EngineStats())))
+        await late
+        writer.close()
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
