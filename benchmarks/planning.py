@@ -5,7 +5,7 @@ be within a quarter of what is measured. It does not know HTTP and tokenising, a
 most of the difference. Memory is compared as well: predicted weights and KV against what the ranks hold (Pss on Linux).
 
 Each plan is served as a user would start it. TTFT is that of a prompt that is in no cache; tokens/s are those while all
-streams decode, behind prompts of about 400 tokens. The last line is one JSON object.
+streams decode, behind short prompts. The last line is one JSON object.
 
     python benchmarks/planning.py "$(phalanx pull smollm2)" --ranks 2
 """
@@ -29,9 +29,9 @@ from phalanx.cluster.planner import PlanRequest, make_plans
 from phalanx.memory import MIB
 from phalanx.planning.recommendation import GroupPlan
 
-PROMPT = 400  # tokens before the tokens that are counted
+PROMPT = 64  # tokens before those that are counted: all streams have to decode at the same time
 LONGEST = 4000  # tokens of a prompt that is timed; longer ones take minutes on a CPU
-OUTPUT = 64
+OUTPUT = 160
 
 
 def body(tokens: int, n: int, seed: int) -> dict[str, Any]:
@@ -54,7 +54,7 @@ async def measure(url: str, plan: GroupPlan, rounds: int) -> dict[str, float]:
         for streams in plan.speed.tokens_per_s:
             rates = []
             for _ in range(rounds):
-                bodies = [body(PROMPT, OUTPUT + 4 * streams, next(seeds)) for _ in range(streams)]
+                bodies = [body(PROMPT, OUTPUT + 16 * streams, next(seeds)) for _ in range(streams)]
                 load = await closed_loop(client, bodies, streams, path="/completions")
                 rates.append(load.decode_tokens_per_s)
             found[f"tokens/s x{streams}"] = statistics.median(rates)
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--again", action="store_true", help="measure the machine even if it is known")
     given = parser.parse_args()
-    wanted = PlanRequest(model=str(given.model), ranks_here=given.ranks, again=given.again)
+    wanted = PlanRequest(model=str(given.model), ranks_here=given.ranks, again=given.again, context=PROMPT + OUTPUT)
     planned = asyncio.run(make_plans(wanted))
     rows: list[dict[str, Any]] = []
     for plan in planned.plans:

@@ -8,7 +8,7 @@ import pytest
 from support.models import make_model
 
 from phalanx.demo import MODEL_DIR
-from phalanx.engine.calibration import LONG, Bench, CalibrationRequest, chosen_layers, counts_of
+from phalanx.engine.calibration import READ, Bench, CalibrationRequest, chosen_layers, counts_of
 from phalanx.engine.model_shape_reader import ShardReducer, read_shape
 from phalanx.model.loading import load
 from phalanx.planning.model_shape import total
@@ -66,7 +66,7 @@ def test_a_bench_runs_real_steps_on_some_layers(degree: int):
     for rows in (1, 4):
         seconds = bench.decode(rows, 32)
         assert len(seconds) == 16 and min(seconds) > 0
-    chunks = bench.prompt(LONG)
-    assert sum(chunk.tokens for chunk in chunks) < LONG
+    chunks = bench.prompt(READ)
+    assert sum(chunk.tokens for chunk in chunks) < READ
     assert [chunk.context for chunk in chunks] == [sum(c.tokens for c in chunks[:i]) for i in range(len(chunks))]
     assert all(chunk.layers == 4 and chunk.tokens > 0 for chunk in chunks)

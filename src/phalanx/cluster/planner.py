@@ -20,7 +20,7 @@ from phalanx.errors import ClusterError, ConfigError
 from phalanx.planning.candidates import Candidate, Fit, PlanHost, candidates, fit_memory
 from phalanx.planning.group_overhead import from_links
 from phalanx.planning.model_shape import ModelShape
-from phalanx.planning.predictor import Speed, predict
+from phalanx.planning.predictor import CONTEXT, Speed, predict
 from phalanx.planning.recommendation import GroupPlan
 from phalanx.planning.timings import GroupTimings, RankTimings
 
@@ -39,6 +39,8 @@ class PlanRequest(Struct, frozen=True, kw_only=True):
     """Ranks on this machine at most, where it is alone."""
     max_len: int | None = None
     kv_gb: float | None = None
+    context: int = CONTEXT
+    """Tokens of a decoding row whose speed is predicted."""
     guard_gb: float | None = None
     replicas: bool = True
     """Whether several groups are plans."""
@@ -82,7 +84,7 @@ async def make_plans(request: PlanRequest) -> Planned:
     able = [fit.candidate for fit in fits if not fit.problem]
     speeds = await _speeds(request, remotes, shapes, able)
     pairs = [] if request.hostfile is None or len(named) == 1 else await _links(request.hostfile, remotes)
-    plans = [GroupPlan(fit=fit, speed=_speed(shape, fit, speeds, pairs)) for fit in fits]
+    plans = [GroupPlan(fit=fit, speed=_speed(shape, fit, speeds, pairs, request.context)) for fit in fits]
     return Planned(shape=shape, hosts=[*hosts.values()], plans=plans)
 
 
@@ -134,7 +136,9 @@ async def _links(hostfile: Hostfile, remotes: Sequence[Remote]) -> list[Pair]:
     return pairs
 
 
-def _speed(shape: ModelShape, fit: Fit, speeds: Mapping[str, HostSpeed], pairs: Sequence[Pair]) -> Speed | None:
+def _speed(
+    shape: ModelShape, fit: Fit, speeds: Mapping[str, HostSpeed], pairs: Sequence[Pair], context: int
+) -> Speed | None:
     candidate = fit.candidate
     if fit.problem:
         return None
@@ -142,7 +146,7 @@ def _speed(shape: ModelShape, fit: Fit, speeds: Mapping[str, HostSpeed], pairs: 
     timings: dict[str, RankTimings] = {}
     for host in candidate.hosts:
         timings[host] = next(one.timings for one in speeds[host].shares if one.share == share)
-    return predict(shape, fit, timings, _group(candidate, speeds, pairs))
+    return predict(shape, fit, timings, _group(candidate, speeds, pairs), context=context)
 
 
 def _group(candidate: Candidate, speeds: Mapping[str, HostSpeed], pairs: Sequence[Pair]) -> GroupTimings | None:

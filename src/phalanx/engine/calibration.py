@@ -51,7 +51,9 @@ from phalanx.types import FromEngine, Sampling, SequenceRequest, StopRule, Submi
 FEW = 2  # layers of the first measurement
 MORE_BYTES = 128 << 20  # of weights that the second one has besides: more than processors keep in their caches
 ROWS = (1, 4, 16)
-SHORT, LONG = 32, 1024  # tokens of a prompt
+SHORT, LONG = 32, 1024  # tokens before a row that decodes
+READ = 2048  # tokens of the prompt that is timed
+CHUNK = 256  # of it at most: what tokens before a chunk cost shows in several chunks only
 STEPS = 16  # decode steps that count
 SKIPPED = 4  # steps after the first token, in which graphs are captured
 
@@ -175,7 +177,7 @@ def _leader(loaded: load.Loaded, reducer: ShardReducer) -> Leader:
     facts = registry.inspect(loaded.model, loaded.config)
     reducer.discard()
     runner = Runner(loaded.model, facts, loaded.dtype, reducer)
-    most = LONG + STEPS + 256
+    most = READ + 256
     limits = KvLimits(
         max_num_seqs=max(ROWS), max_model_len=most,
         kv_budget=(max(ROWS) * 2 * most) * max(1, facts.bytes_per_token) + 32 * facts.bytes_per_row,
@@ -184,7 +186,9 @@ def _leader(loaded: load.Loaded, reducer: ShardReducer) -> Leader:
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
     config = SchedulerConfig(
         limits=limits,
-        prefill=prefill_bounds(on_gpu=on_gpu, stages=1, most=None, rows=max(ROWS))._replace(first=LONG // 4),
+        prefill=prefill_bounds(on_gpu=on_gpu, stages=1, most=None if on_gpu else CHUNK, rows=max(ROWS))._replace(
+            first=CHUNK
+        ),
         target_step_s=0.25,
         decode_share=0.0,
         prefix_budget=0,
@@ -229,7 +233,7 @@ class Calibration:
 
     def prompt(self) -> Measured:
         """The chunks of a long prompt."""
-        chunks = [chunk for bench in self._benches for chunk in bench.prompt(LONG)]
+        chunks = [chunk for bench in self._benches for chunk in bench.prompt(READ)]
         return Measured(chunks=chunks, base_bytes=self.base_bytes)
 
 

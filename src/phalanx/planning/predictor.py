@@ -57,24 +57,31 @@ class _Part(Struct, frozen=True):
 
 
 def predict(
-    shape: ModelShape, fit: Fit, timings: Mapping[str, RankTimings], group: GroupTimings | None, *, ratio: float = 1.0
+    shape: ModelShape,
+    fit: Fit,
+    timings: Mapping[str, RankTimings],
+    group: GroupTimings | None,
+    *,
+    ratio: float = 1.0,
+    context: int = CONTEXT,
 ) -> Speed:
     """The speed of a plan that fits.
 
     Args:
         timings: by host, with the plan's width and number of ranks on one host.
         group: None for single ranks.
+        context: tokens of a row that decodes.
         ratio: measured over predicted time of earlier predictions for this machine.
     """
     candidate = fit.candidate
     parts = shape.share(candidate.width)
     stages = _stages(parts, fit, timings)
     link = group or GroupTimings(widths=(1,), step_s=0.0)
-    slices = _slices(shape, parts, stages, link, 1)
+    slices = _slices(shape, parts, stages, link, 1, context)
     rates = {}
     for streams in STREAMS:
         rows = -(-streams // candidate.replicas)
-        rates[streams] = streams / (sum(_slices(shape, parts, stages, link, rows).values()) * ratio)
+        rates[streams] = streams / (sum(_slices(shape, parts, stages, link, rows, context).values()) * ratio)
     first = sum(slices.values())
     ttft = {
         tokens: (_prompt_s(shape, parts, stages, link, tokens) + first) * ratio
@@ -126,7 +133,7 @@ def _between(a: DecodePoint, b: DecodePoint, rows: int) -> tuple[float, float]:
 
 
 def _slices(
-    shape: ModelShape, parts: RankParts, stages: Sequence[_Part], link: GroupTimings, rows: int
+    shape: ModelShape, parts: RankParts, stages: Sequence[_Part], link: GroupTimings, rows: int, context: int
 ) -> dict[Limit, float]:
     """Seconds of a step by what they go to."""
     reads = arithmetic = python = 0.0
@@ -136,7 +143,7 @@ def _slices(
         computed = stage.layers * layer_s
         bound = min(computed, stage.layers * _read_s(stage.timings, alone_s))
         reads += bound
-        arithmetic += computed - bound + stage.layers * rows * CONTEXT * stage.timings.decode_context_s
+        arithmetic += computed - bound + stage.layers * rows * context * stage.timings.decode_context_s
         if stage.is_last:
             mean = max(1.0, sum(part.kept for part in parts.layers) / len(parts.layers))
             head = min(ends_s, parts.behind.kept / mean * _read_s(stage.timings, alone_s))
