@@ -34,7 +34,7 @@ help:
 	@echo 'make check   style, types, architecture, unit tests'
 	@echo 'make test    the checks and tests that find nearly every fault; says what it leaves out'
 	@echo 'make test-full  that, and all others but the long ones; make test-rest is those others alone'
-	@echo 'make rig     as root on Debian and Ubuntu, install sshd and other tools of the tests of several hosts'
+	@echo 'make rig     as root on Debian and Ubuntu, install what tests of several hosts and of the page need'
 	@echo 'make seconds  put what test files took, in the make test and test-rest that ran last, into tests/seconds.txt'
 	@echo 'make clients  what other people'\''s clients make of the server; the first run installs them'
 	@echo 'make check-native  the native kernels under sanitizers'
@@ -202,6 +202,7 @@ test-hosts: $(READY)
 
 rig:
 	@sh tools/rig_packages.sh install
+	@sh tools/browser.sh install
 
 seconds:
 	@$(BIN)/python tests/support/seconds.py write $(wildcard $(SPENT).*)

@@ -69,6 +69,12 @@ def test_a_server_is_shown_whole() -> None:
     assert text.index("req_b") < text.index("chatcmpl-")  # the newest first
 
 
+def test_a_long_fault_breaks_between_words() -> None:
+    what = "rank 1 (studio2, pid 7) was ended by SIGKILL (out of memory, or killed by hand), and so on"
+    lines = shown({**SERVER, "events/1": {"what": what, "remedy": ""}}, 60)
+    assert what in " ".join(line.strip() for line in lines)
+
+
 def test_a_gateway_shows_a_bad_replica_first() -> None:
     lines = shown(GATEWAY, 200)
     replicas = [line.split()[0] for line in lines if "demo" in line or "cannot be reached" in line]

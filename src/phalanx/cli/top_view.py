@@ -157,13 +157,16 @@ def _said(value: object) -> str:
 
 
 def _wrapped(facts: list[Text], width: int) -> Iterator[Text]:
-    """The facts side by side, on as many lines as they need."""
-    line = Text()
+    """The facts side by side, on as many lines as they need; one that is wider than a line breaks between words."""
+    line, gap = Text(), "  "
     for fact in (fact for fact in facts if fact):
-        if line and line.cell_len + 2 + fact.cell_len > width:
-            yield line
-            line = Text("  ")
-        elif line:
-            line.append("  ")
-        line.append_text(fact)
+        is_whole = fact.cell_len + len(gap) <= width
+        for number, piece in enumerate([fact] if is_whole else fact.split(" ")):
+            between = " " if number else gap
+            if line.plain.strip() and line.cell_len + len(between) + piece.cell_len > width:
+                yield line
+                line = Text(gap)
+            elif line.plain.strip():
+                line.append(between)
+            line.append_text(piece)
     yield line
