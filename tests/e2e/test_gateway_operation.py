@@ -78,8 +78,9 @@ def test_the_description_names_what_the_gateway_answers():
             assert (
                 status == 200 and {("POST", CHAT), ("POST", "/api/chat"), ("DELETE", "/admin/replicas/{name}")} <= named
             )
-            for method, path in named:
-                asked = client.request(method, path.format(name="nobody"), {"model": "m"}, Authorization="Bearer adm")
+            for method, path in named - {("GET", "/v1/overview/events")}:  # a stream that does not end
+                path = path.format(name="nobody", id="nobody", file="nobody")
+                asked = client.request(method, path, {"model": "m"}, Authorization="Bearer adm")
                 async with asked as response:
                     said = await response.text()
                 assert response.status == 200 or "nobody" in said or "does not describe a replica" in said, (path, said)
