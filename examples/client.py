@@ -57,5 +57,9 @@ if __name__ == "__main__":
         main()
     except openai.AuthenticationError as error:
         sys.exit(f"{error.body['message']} Set OPENAI_API_KEY to one of the server's keys.")
+    except openai.NotFoundError:
+        sys.exit("There is no such API at this address. It ends in /v1, as http://127.0.0.1:8000/v1.")
     except openai.APIConnectionError as error:
+        if "CERTIFICATE_VERIFY_FAILED" in str(error.__cause__):
+            sys.exit("The certificate is not trusted. Set SSL_CERT_FILE to the server's --ssl-certfile.")
         sys.exit(f"No server answers there ({error.__cause__}). Start one with: phalanx serve demo")

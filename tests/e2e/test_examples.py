@@ -32,6 +32,12 @@ def test_client_without_a_server_says_how_to_start_one():
     assert "phalanx serve demo" in done.stderr
 
 
+def test_client_with_an_address_without_v1_says_so(fake_server: Running):
+    done = run("client.py", fake_server.base_url.removesuffix("/v1"))
+    assert done.returncode == 1
+    assert done.stderr == "There is no such API at this address. It ends in /v1, as http://127.0.0.1:8000/v1.\n"
+
+
 def test_offline_answers_without_a_server():
     done = run("offline.py")
     assert done.returncode == 0, done.stderr

@@ -171,6 +171,12 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+def test_a_directory_without_a_model_is_not_asked_for_a_tokenizer_alone(tmp_path: Path) -> None:
+    with pytest.raises(ModelUnsupported, match=r"has no tokenizer and no config\.json") as refused:
+        Tokenizer.load(tmp_path)
+    assert refused.value.remedy.startswith("Name the directory that holds a model")
+
+
 def test_a_saved_truncation_does_not_cut_prompts(tmp_path: Path) -> None:
     byte_level(tmp_path)
     fast = Fast.from_file(str(tmp_path / "tokenizer.json"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import subprocess
 import sys
 from typing import Any
 
@@ -51,6 +52,36 @@ def test_a_conversation_carries_its_history(
         [("system", "sys"), ("user", "four")],
     ]
     assert "answer 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("word", ["/quit", "/exit", "/bye"])
+def test_words_that_end_a_conversation(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def answer(path: str, body: Any) -> tuple[int, str]:
+        asked.append(body)
+        return 200, events(chunk("fine"), chunk(finish="stop"), usage(1, 2))
+
+    assert talk(f"{word}\nnever\n", monkeypatch, answer, "--model", "m") == 0
+    assert asked == []
+
+
+def test_an_answer_ends_its_line_before_its_figures_where_both_go_to_one_file() -> None:
+    def answer(path: str, body: Any) -> tuple[int, str]:
+        return 200, events(chunk("fine"), chunk(finish="stop"), usage(1, 2))
+
+    with web_server(answer) as url:
+        told = subprocess.run(
+            [sys.executable, "-m", "phalanx", "chat", url, "--model", "m"], input=b"one\n",
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True,
+        )  # fmt: skip
+    assert b"fine\n2 tokens" in told.stdout
+
+
+def test_the_address_of_an_endpoint_is_answered_with_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
+    with web_server(lambda path, body: (404, '{"error": {"message": "Not Found"}}')) as url:
+        assert main(["chat", f"{url}/chat/completions"]) == ExitCode.CRASH
+    assert "Give the server's own address, as http://127.0.0.1:8000." in capsys.readouterr().err
 
 
 def test_a_line_that_is_not_utf_8_loses_no_other(

@@ -47,6 +47,7 @@ def test_help_of_every_command_fits_80_columns(
         (["qwen3:4b", "--hosts", "a,b"], "`phalanx up HOSTFILE -- qwen3:4b`"),
         (["qwen3:4b"], "`phalanx up HOSTFILE -- qwen3:4b`"),
         (["--timeot", "3"], "Did you mean --timeout?"),
+        (["studio1"], "`--hosts studio1`"),
     ],
 )
 def test_words_of_up_that_belong_after_two_dashes(
@@ -78,7 +79,7 @@ def test_every_flag_of_serve_may_stand_after_two_dashes(capsys: pytest.CaptureFi
     flags = re.findall(r"--?[a-z][a-z0-9-]*", names)
     assert len(flags) > len(serve_flags())
     for flag in flags:
-        check_serve_words(["demo", flag])
+        check_serve_words(["demo", flag, "1"])
     check_serve_words(["demo", "--api-key", "--odd-key", "--queue=3", "--metrics-open", "-tp", "2"])
 
 
@@ -112,3 +113,50 @@ def test_values_that_look_like_flags_are_values(capsys: pytest.CaptureFixture[st
 def test_words_after_two_dashes_are_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "--", "--odd-name"]) != 0
     assert "--odd-name is not on this machine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["generate", "demo", "two words"], "`phalanx generate MODEL -p 'two words'`"),
+        (["gateway", "http://a:8000"], "`phalanx gateway --worker-urls http://a:8000`"),
+        (["model", "pull", "hosts.json", "demo"], "`phalanx model pull MODEL --hostfile FILE`"),
+        (["stop", "8000", "8001"], "`phalanx stop --help`"),
+    ],
+)
+def test_an_argument_too_many_is_told_where_it_belongs(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == ExitCode.USAGE
+    told = capsys.readouterr().err
+    assert f"{words[-1]!r} is one argument too many." in told and said in told
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["serve", "demo", "-p", "8000"], "`phalanx serve` has no flag -p.\n  Did you mean --port?"),
+        (["serve", "demo", "-c", "4096"], "`phalanx serve` has no flag -c.\n  Did you mean --max-model-len"),
+        (["serve", "-m", "demo"], "`phalanx serve` has no flag -m.\n  The model is an argument"),
+        (["logs", "hosts.json", "-q"], "`phalanx logs` has no flag -q.\n  `phalanx logs --help` shows all flags."),
+    ],
+)
+def test_a_short_flag_of_another_program_is_named(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == ExitCode.USAGE
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--api-key", "--max-model-len", "-tp"])
+def test_a_last_flag_without_its_value_is_refused_before_a_host_is_asked(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["up", "--hosts", "a,b", "--", "demo", flag]) == ExitCode.CONFIG
+    assert f"{flag} after `--` has no value." in capsys.readouterr().err
+
+
+def test_a_hostfile_that_is_not_there_is_taken_for_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "no-such-hosts.json"]) == ExitCode.CONFIG
+    told = capsys.readouterr().err
+    assert "The hostfile no-such-hosts.json cannot be read" in told and "--hosts" not in told and "A model" not in told

@@ -163,6 +163,11 @@ def test_settings_are_written_to_a_new_private_file(agent: str, url: str, tmp_pa
     assert again.returncode == ExitCode.CONFIG and "does not exist yet" in again.stderr and file.read_text() == before
 
 
+def test_settings_in_a_directory_that_is_not_there_are_refused(url: str, tmp_path: Path) -> None:
+    done = launch(url, "claude", "--write", str(tmp_path / "none" / "settings"))
+    assert done.returncode == ExitCode.CONFIG and "in a directory that does." in done.stderr
+
+
 def test_a_small_context_is_said_before_the_agent_starts(url: str, programs: Path) -> None:
     assert "small reads 4096 tokens" in launch(url, "claude", programs=programs).stderr
     assert "tokens" not in launch(url, "claude", "--model", LARGE, programs=programs).stderr

@@ -361,9 +361,12 @@ async def _refused(response: httpx.Response) -> RequestFailed:
         message = _message(_any(body))
     except msgspec.DecodeError:
         message = body.decode(errors="replace")[:500]
+    remedy = KEY_REMEDY if response.status_code == httpx.codes.UNAUTHORIZED else ""
+    if response.status_code == httpx.codes.NOT_FOUND and response.request.url.path.endswith("/models"):
+        remedy = "Give the server's own address, as http://127.0.0.1:8000."
     return RequestFailed(
         f"{response.request.url} answered {response.status_code}: {message}",
-        remedy=KEY_REMEDY if response.status_code == httpx.codes.UNAUTHORIZED else "",
+        remedy=remedy,
         status=response.status_code,
     )
 

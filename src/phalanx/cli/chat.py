@@ -147,7 +147,7 @@ def talk(server: ServerAddress, model: str | None, session: ChatSession) -> int:
                 exchange = asyncio.run(_answer(server, session.body(model), view))
             finally:
                 view.end()
-                print()
+                print(flush=True)  # `_after` writes to stderr
             _after(exchange)
         except KeyboardInterrupt:
             note("(interrupted)")
@@ -190,7 +190,7 @@ def _obey(line: str, session: ChatSession) -> bool:
     """Run a command of the user; False ends the conversation."""
     word, _, rest = line.partition(" ")
     match word:
-        case "/quit" | "/exit":
+        case "/quit" | "/exit" | "/bye":  # the last is Ollama's
             return False
         case "/reset":
             session.reset()

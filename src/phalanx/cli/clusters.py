@@ -78,7 +78,8 @@ def chosen(argument: Path | None, option: Path | None, names: str | None, count:
             hostfile = parse(file.read_text(), str(file))
         except (OSError, UnicodeDecodeError) as error:
             why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-            names = f" Names of hosts go with --hosts: `--hosts {file}`." if "," in str(file) else ""
+            named = not file.exists() and file.suffix != ".json" and not {"/", ":"} & set(str(file))
+            names = f" Names of hosts go with --hosts: `--hosts {file}`." if named else ""
             raise ConfigError(
                 f"The hostfile {file} cannot be read: {why}.",
                 remedy=f"`phalanx hostfile A,B -o FILE` writes one.{names}",

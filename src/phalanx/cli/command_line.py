@@ -6,6 +6,7 @@ typer checks the values against the declarations of `setting_flags.py`.
 from __future__ import annotations
 
 import math
+import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
@@ -74,12 +75,7 @@ class Command(TyperCommand):
             given.append(word)
         if len(given) > most:
             word = given[len(arguments)]
-            raise ConfigError(
-                f"{word!r} is one argument too many.",
-                remedy=f"A model stands after `--`: `phalanx up HOSTFILE -- {word}`."
-                if self._is_up
-                else f"`phalanx {self.name} --help` shows all.",
-            )
+            raise ConfigError(f"{word!r} is one argument too many.", remedy=self._place_of(word))
 
     def _sorted(self, ctx: Any, words: Sequence[str]) -> Iterator[tuple[str, bool]]:
         """Arguments, with False, and flags that the command does not have, with True."""
@@ -96,6 +92,8 @@ class Command(TyperCommand):
                     yield word, True
             elif not word.startswith("-") or word == "-":
                 yield word, False
+            elif word[:2] not in known:  # a known short flag may have its value attached, as in -n2
+                yield word, True
 
     def _options(self, ctx: Any) -> list[Any]:
         return [parameter for parameter in self.get_params(ctx) if parameter.param_type_name == "option"]
@@ -103,6 +101,18 @@ class Command(TyperCommand):
     @property
     def _is_up(self) -> bool:
         return self.name == "up"
+
+    def _place_of(self, word: str) -> str:
+        """The remedy for an argument too many: where such a word belongs."""
+        if self._is_up:
+            return f"A model stands after `--`: `phalanx up HOSTFILE -- {word}`."
+        if self.name == "generate":
+            return f"The prompt stands after -p: `phalanx generate MODEL -p {shlex.quote(word)}`."
+        if self.name == "gateway" and word.startswith(("http://", "https://")):
+            return f"Servers stand after --worker-urls: `phalanx gateway --worker-urls {word}`."
+        if self.name == "model":
+            return "The hostfile stands after --hostfile: `phalanx model pull MODEL --hostfile FILE`."
+        return f"`phalanx {self.name} --help` shows all."
 
     def _remedy(self, ctx: Any, name: str) -> str:
         """The remedy for a flag that the command does not have."""
@@ -113,7 +123,7 @@ class Command(TyperCommand):
             return f"The model is an argument, and stands after `--`: `{AFTER_DASHES}`."
         if self.name in SERVING_COMMANDS and name in FOREIGN_FLAGS:
             return FOREIGN_FLAGS[name]
-        if close := get_close_matches(name, shown, n=1, cutoff=0.7):
+        if name.startswith("--") and (close := get_close_matches(name, shown, n=1, cutoff=0.7)):
             return f"Did you mean {close[0]}?"
         return f"`phalanx {self.name} --help` shows all flags."
 
@@ -131,7 +141,9 @@ def two_columns(records: Sequence[tuple[str, str]], width: int) -> str:
 
 
 def check_serve_words(words: Sequence[str]) -> None:
-    """Refuse flags after `--` that `phalanx serve` does not have, before a host is asked.
+    """Refuse flags after `--` that `phalanx serve` does not have, and a last one without its value.
+
+    No host has been asked yet. `up` appends flags of its own, the first of which would become the missing value.
 
     Raises:
         ConfigError: names the flag, and what does the same.
@@ -144,8 +156,8 @@ def check_serve_words(words: Sequence[str]) -> None:
     for word in rest:
         name, _, value = word.partition("=")
         if name in known:
-            if known[name] and not value:
-                next(rest, None)
+            if known[name] and not value and next(rest, None) is None:
+                raise ConfigError(f"{name} after `--` has no value.", remedy=f"Write it behind the flag: `{name} ...`.")
         elif word.startswith("--") and name not in OTHERS_OF_SERVE:
             close = get_close_matches(name, flags, n=1, cutoff=0.7)
             hint = FOREIGN_FLAGS.get(name) or (f"Did you mean {close[0]}?" if close else "")

@@ -76,7 +76,8 @@ def command(
         show_json(body)
     elif level == "ok" and not all_checks:
         checks = sum(len(found) for found in results.values())
-        print(f"{len(file.hosts)} hosts, {checks} checks: all is well.")
+        hosts_asked = "1 host" if len(file.hosts) == 1 else f"{len(file.hosts)} hosts"
+        print(f"{hosts_asked}, {checks} checks: all is well.")
     else:
         print_table(check_results_table(results, all_levels=all_checks))
     return EXIT[level]

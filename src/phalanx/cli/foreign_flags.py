@@ -41,4 +41,7 @@ FOREIGN_FLAGS: Mapping[str, str] = {
     "--tokenizer": "The tokenizer is the model's own: leave it out.",
     "--tp-size": "Did you mean --tp?",
     "--verbose": "Did you mean --log-level debug?",
+    "-c": _CONTEXT,
+    "-m": _MODEL,
+    "-p": "Did you mean --port?",
 }

@@ -76,7 +76,8 @@ def _write(launch: Launch, file: Path) -> int:
         write_private(file, launch.settings.encode())
     except OSError as error:
         raise ConfigError(
-            f"{file} cannot be written: {error.strerror}.", remedy="Name a file that does not exist yet."
+            f"{file} cannot be written: {error.strerror}.",
+            remedy="Name a file that does not exist yet, in a directory that does.",
         ) from error
     note(f"{file} written. Use it with: {launch.use.format(file=shlex.quote(str(file.absolute())))}")
     return ExitCode.OK

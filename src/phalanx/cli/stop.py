@@ -28,7 +28,8 @@ def command(
             f"Process {server.pid} has not ended in {timeout:g} s; requests may still run.",
             remedy="Run the same command again: a second SIGTERM ends it at once.",
         )
-    print(f"stopped {server.pid}")
+    unnamed = f": {', '.join(server.models) or server.kind} at {', '.join(server.addresses)}" if which is None else ""
+    print(f"stopped {server.pid}{unnamed}")
     return ExitCode.OK
 
 

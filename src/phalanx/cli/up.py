@@ -116,7 +116,8 @@ def command(
     try:
         file = chosen(hostfile, hostfile_option, hosts, num_ranks)
     except ConfigError as error:
-        if hostfile is not None and not context.obj and not hostfile.exists():
+        named = None if hostfile is None or hostfile.exists() else hostfile
+        if named is not None and not context.obj and named.suffix != ".json":
             error.remedy += f" A model stands after `--`: `phalanx up HOSTFILE -- {hostfile}`."
         raise
     if is_auto:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from phalanx import __version__
 from phalanx.catalog.gguf_names import is_gguf_path
+from phalanx.catalog.short_names import did_you_mean
 from phalanx.cluster import identity, machine
 from phalanx.cluster.check_results import (
     RUNNING,
@@ -159,7 +160,7 @@ def model(wanted: ExamineRequest, facts: HostFacts, run_dir: RunDirectory) -> It
     else:
         yield bad(
             "model", f"{wanted.model} is not here", "the model at the same path on every host",
-            f"Run `phalanx model push {wanted.model}`.",
+            f"{did_you_mean(wanted.model)}Run `phalanx model push {wanted.model}`.",
         )  # fmt: skip
 
 

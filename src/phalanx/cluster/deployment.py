@@ -185,7 +185,7 @@ def _size(shape: Shape, replicas: int, n_hosts: int) -> int:
         return size
     if n_hosts % replicas:
         raise ConfigError(
-            f"{n_hosts} hosts cannot be divided among --replicas {replicas}.",
+            f"{'1 host' if n_hosts == 1 else f'{n_hosts} hosts'} cannot be divided among --replicas {replicas}.",
             remedy="Say after `--` how many hosts one has: `-- MODEL --tp N`.",
         )
     return n_hosts // replicas

@@ -62,7 +62,8 @@ def server_context(certfile: str | None, keyfile: str | None) -> ssl.SSLContext 
         files += f" and --ssl-keyfile {keyfile}" if keyfile else " (certificate and key)"
         raise ConfigError(
             f"{files} cannot be used: {error.strerror or error}.",
-            remedy="Both are PEM files, the key without a password, and made for each other.",
+            remedy="Both are PEM files, the key without a password, and made for each other."
+            + ("" if keyfile else " A key in a file of its own goes with --ssl-keyfile."),
         ) from error
 
 
@@ -81,9 +82,7 @@ def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
         # asyncio sets TCP_NODELAY only on sockets of protocol TCP; without it every chunk may wait 40 ms.
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ConfigError(
-            f"--host {host} is not an address: {error.strerror}.", remedy="Use 127.0.0.1 or 0.0.0.0."
-        ) from error
+        raise ConfigError(f"--host {host} is not an address: {error.strerror}.", remedy=_host_remedy(host)) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -102,3 +101,12 @@ def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
         ) from error
     listener.setblocking(False)
     return listener
+
+
+def _host_remedy(host: str) -> str:
+    """The remedy for a host that has no address: perhaps a URL, or a port behind it."""
+    bare = host.partition("://")[2].partition("/")[0] or host
+    name, _, port = bare.rpartition(":")
+    if name and port.isdecimal():
+        return f"Use --host {name} --port {port}."
+    return "Use 127.0.0.1 or 0.0.0.0." if bare == host else f"Use --host {bare}."

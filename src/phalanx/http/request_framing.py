@@ -20,6 +20,8 @@ LENGTH = re.compile(rb"\r\n(?i:content-length):[ \t]*([0-9]+)")
 CHUNKED = re.compile(rb"\r\n(?i:transfer-encoding):")
 UPGRADE = re.compile(rb"\r\n(?i:upgrade):[^\r]*")
 """Java's HTTP client and some proxies offer `Upgrade: h2c`, and continue in HTTP/1.1 as the standard says."""
+TLS_HANDSHAKE = b"\x16"
+"""The first byte of a client that speaks TLS; the end of a head would never come."""
 CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]{1,12}")
 MAX_CHUNK_LINE = 12  # bytes of a chunk's own line, which may have its size only
 FRAMING_BYTES = 1 << 14  # of a body, beside an eighth of it: 3,276 chunks of one byte, which take some 10 ms
@@ -101,6 +103,8 @@ class RequestFraming:
                 if found is not None or len(data) - at > MAX_BYTES:
                     head = data[at : found.end()] if found else data[at:]
                     self.fault = fault_of(head.removesuffix(2 * END), added=self._added)
+                elif data[at : at + 1] == TLS_HANDSHAKE:
+                    self.fault = "it is TLS, and this port speaks plain HTTP"
                 return found.end() if found and not self.fault else None
             case Part.BODY | Part.CHUNK:
                 return min(at + self._left, len(data))

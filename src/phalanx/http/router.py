@@ -57,8 +57,13 @@ class Router:
                 return found[wanted], path.removeprefix(begin)
             allowed |= dict.fromkeys(found)
         if not allowed:
-            raise UnknownPath(f"Not Found: {method} {path}")
+            raise UnknownPath(f"Not Found: {method} {path}{self._meant(path)}")
         raise WrongMethod(f"Method Not Allowed: {method} {path}", allowed=tuple(allowed))
+
+    def _meant(self, path: str) -> str:
+        """A hint where the client's base URL lacks /v1, or has it once too often."""
+        meant = next((other for other in (f"/v1{path}", path.removeprefix("/v1")) if other in self._at), "/")
+        return "" if meant == "/" else f". Did you mean {meant}?"
 
     def _that_match(self, path: str) -> Iterator[tuple[str, dict[str, Route]]]:
         """(part before the parameter, method -> route) of the path itself, then of the paths above it in the order in

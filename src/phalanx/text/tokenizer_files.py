@@ -39,6 +39,11 @@ def load(path: Path, *, trust_remote_code: bool, chat_template: str | None) -> B
     """
     check_settings(path)
     if not any(file for pattern in TOKENIZER_FILES for file in path.glob(pattern)):
+        if not (path / "config.json").exists():
+            raise ModelUnsupported(
+                f"{path} has no tokenizer and no config.json.",
+                remedy="Name the directory that holds a model: config.json, tokenizer.json and *.safetensors.",
+            )
         raise ModelUnsupported(f"{path} has no tokenizer.", remedy="Copy the model's tokenizer.json there.")
     _library("tokenizer_growth").check_growth(path / "tokenizer.json")
     fast = _library("fast_backend")

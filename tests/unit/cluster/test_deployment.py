@@ -170,6 +170,7 @@ def test_what_stands_after_a_second_pair_of_dashes_is_the_gateways():
         (4, ("--tp", "0"), {}, "--tp 0 is not whole numbers, 1 or more"),
         (4, ("--tp", "two"), {}, "--tp two is not"),
         (3, (), {}, "3 hosts cannot be divided among --replicas 2"),
+        (1, (), {}, "1 host cannot be divided among --replicas 2"),
         (34, (), {}, "17 hosts are too many for one group; 16 at most"),
         (4, (), {"host": "z"}, "--gateway-host z: there is no such host"),
         (4, ("--host", "0.0.0.0"), {}, "--host after `--`: with --replicas, servers listen where"),

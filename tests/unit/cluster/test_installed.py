@@ -33,3 +33,17 @@ def test_two_backends_lie_over_each_other(monkeypatch, tmp_path):
 def test_no_backend_may_be_one_that_was_built(monkeypatch, tmp_path):
     found = results(monkeypatch, tmp_path, "mlx", "mlx-lm")[-1]
     assert found.level == "warning" and found.seen.startswith("none of mlx-metal")
+
+
+@pytest.mark.parametrize(
+    ("model", "remedy"),
+    [
+        ("dmeo", "Did you mean `demo`? Run `phalanx model push dmeo`."),
+        ("/m/x", "Run `phalanx model push /m/x`."),
+    ],
+)
+def test_a_misspelt_model_is_not_only_to_be_pushed(model, remedy, tmp_path):
+    facts = HostFacts(host="a", system="Linux", clock=0.0, versions={}, model=None)
+    wanted = ExamineRequest(host=HostConfig(name="a", address="a"), rank=0, model=model)
+    (found,) = checks.model(wanted, facts, RunDirectory(tmp_path))
+    assert (found.level, found.remedy) == ("bad", remedy)

@@ -62,6 +62,23 @@ def test_a_server_is_named_by_process_port_or_model():
             chosen(which, found)
 
 
+@pytest.mark.parametrize(
+    ("which", "server", "said"),
+    [
+        (None, ONE, "stopped 10: qwen3:4b at 127.0.0.1:8000\n"),
+        (None, GATEWAY, "stopped 12: gateway at 127.0.0.1:8080\n"),
+        ("8000", ONE, "stopped 10\n"),
+    ],
+)
+def test_stop_without_a_name_says_what_it_stopped(
+    which: str | None, server: LocalServer, said: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    monkeypatch.setattr(stop, "local_servers", lambda: [server])
+    monkeypatch.setattr(stop, "end", lambda server, timeout: True)
+    assert stop.command(which) == 0 and capsys.readouterr().out == said
+
+
 def test_a_server_of_up_is_not_stopped_behind_its_back(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stop, "local_servers", lambda: [OTHER])
     monkeypatch.setattr(stop, "end", lambda *_: pytest.fail("stopped"))

@@ -29,6 +29,11 @@ def test_what_is_expensive_or_ambiguous_is_refused_whether_it_comes_whole_or_in_
         assert framing.fault and len(passed) < len(data) and framing.feed(POST + b"\r\n") == b""
 
 
+def test_a_client_that_speaks_tls_is_refused_with_its_first_byte():
+    framing = RequestFraming(added=False)
+    assert framing.feed(b"\x16") == b"" and framing.fault == "it is TLS, and this port speaks plain HTTP"
+
+
 @given(st.lists(st.integers(1, 40), max_size=30), st.booleans(), st.integers(1, 97))
 def test_a_chunked_body_is_the_same_in_pieces_of_any_size(sizes, padded, step):
     parts = [bytes([65 + i % 26]) * size for i, size in enumerate(sizes)]

@@ -45,3 +45,21 @@ def test_what_no_route_takes():
     with pytest.raises(WrongMethod) as refused:
         ROUTER.find("DELETE", "/a/b")
     assert refused.value.allowed == ("GET", "PUT", "POST")
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/chat", ". Did you mean /v1/chat?"),
+        ("/v1/v1/chat", ". Did you mean /v1/chat?"),
+        ("/v1/health", ". Did you mean /health?"),
+        ("/v1/", ""),
+        ("/v1", ""),
+        ("/cat", ""),
+    ],
+)
+def test_a_base_url_without_v1_or_with_two_is_noticed(path, hint):
+    router = Router([Route("POST", "/v1/chat", answer), Route("GET", "/health", answer), Route("GET", "/", answer)])
+    with pytest.raises(UnknownPath) as refused:
+        router.find("POST", path)
+    assert str(refused.value) == f"Not Found: POST {path}{hint}"

@@ -118,3 +118,9 @@ def test_ids_that_do_not_fit_are_counted_and_not_converted():
             parse_body(json.dumps(fields).encode(), CompletionBody, 100)
         assert caught.value.code == "context_length_exceeded"
     assert parse_body(b'{"tokens":[' + b"7," * 99 + b"7]}", DetokenizeBody, 100).tokens == [7] * 100
+
+
+@pytest.mark.parametrize("body", [b"", b" \n"])
+def test_a_request_without_a_body_is_told_so(body):
+    with pytest.raises(InvalidRequest, match=r"The request has no body; send a JSON object\."):
+        parse_body(body, ChatBody, SIZE)

@@ -79,6 +79,28 @@ def test_a_host_that_is_another_machines_is_refused_as_that():
         bind("192.0.2.9", 0)
 
 
+@pytest.mark.parametrize(
+    ("host", "remedy"),
+    [
+        ("0.0.0.0:8001", "Use --host 0.0.0.0 --port 8001."),
+        ("http://127.0.0.1:8001/v1", "Use --host 127.0.0.1 --port 8001."),
+        ("http://127.0.0.1", "Use --host 127.0.0.1."),
+        ("no such host", "Use 127.0.0.1 or 0.0.0.0."),
+    ],
+)
+def test_a_url_or_a_port_in_host_is_answered_with_the_flags(host, remedy):
+    with pytest.raises(ConfigError, match="is not an address") as refused:
+        bind(host, 0)
+    assert refused.value.remedy == remedy
+
+
+def test_a_certificate_without_its_key_is_answered_with_the_flag(tmp_path):
+    (tmp_path / "server.pem").write_text("no key is in here")
+    with pytest.raises(ConfigError) as refused:
+        listening.server_context(tmp_path / "server.pem", None)
+    assert refused.value.remedy.endswith("A key in a file of its own goes with --ssl-keyfile.")
+
+
 def test_the_ready_line_is_the_last(tokenizer, capfd, caplog):
     caplog.set_level("INFO")
     with running_server(tokenizer, fake_engine(tokenizer)) as running:
