@@ -10,7 +10,7 @@ import pytest
 from support.gateways import CHAT, LIMIT_S, errors, gateway, run, text_of
 from support.stub_replica import WORDS, Answer, Call, StubReplica, begins, event, hangs, refuses, streaming
 
-from phalanx.gateway.dispatch.fleet import LARGEST
+from phalanx.gateway.dispatch.fleet import MAX_BYTES
 
 
 def each(**texts: bytes) -> Answer:
@@ -247,12 +247,12 @@ def test_all_down_is_a_503_with_the_reason_of_each():
             a.health = 200
             await client.until_up(1)
             assert text_of(await client.stream()) == "0 "
-            a.models = ("m", "x" * LARGEST)
+            a.models = ("m", "x" * MAX_BYTES)
             async with asyncio.timeout(LIMIT_S):
                 while (await client.get("/health"))[0] == 200:
                     await asyncio.sleep(0.01)
             said = (await client.ask())[1]["error"]["message"]
-            assert f"{a.name}: fails health checks (/v1/models has more than {LARGEST >> 10} KiB)" in said
+            assert f"{a.name}: fails health checks (/v1/models has more than {MAX_BYTES >> 10} KiB)" in said
 
     run(scenario())
 
