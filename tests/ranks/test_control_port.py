@@ -137,7 +137,7 @@ def test_strangers_keep_no_rank_out_and_no_impostor_gets_in(group_model: Path, r
     assert ends["leader"] == ExitCode.PEER_LOST
     assert "rank 1 (" in ranks.log("leader") and "lost its connection" in ranks.log("leader")
     assert ends["thief"] == ends["another cluster's"] == ExitCode.GROUP
-    assert f"what listens there {FOREIGN}" in ranks.log("another cluster's")
+    assert f"the process there {FOREIGN}" in ranks.log("another cluster's")
     assert "does not accept the certificate of this end" in ranks.log("thief")
 
 

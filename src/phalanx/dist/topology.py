@@ -1,4 +1,4 @@
-"""Which rank is where in the pipeline, and which layers each stage has.
+"""Places ranks in the pipeline, and splits the layers over its stages.
 
 A stage is a tensor-parallel group with layers of its own; the stages may differ in width. Ranks are numbered from the
 last stage to the first, so that rank 0, the leader, is on the first host and in the stage that has the logits, and
@@ -28,7 +28,7 @@ class Topology(Struct, frozen=True):
     """The ranks of a pipeline.
 
     Args:
-        widths: ranks of each stage, that of the embedding first.
+        widths: number of ranks of each stage; the stage with the embedding comes first.
     """
 
     widths: tuple[int, ...]
@@ -51,7 +51,7 @@ class Topology(Struct, frozen=True):
         return sum(self.widths)
 
     def ranks(self, stage: int) -> range:
-        """The global ranks of a stage, by their rank in it."""
+        """The global ranks of a stage, in the order of their tensor-parallel ranks."""
         first = sum(self.widths[stage + 1 :])
         return range(first, first + self.widths[stage])
 
@@ -70,8 +70,8 @@ class Topology(Struct, frozen=True):
     def sender(self, rank: int) -> int | None:
         """The rank of the stage before that sends to this one; None in the first stage.
 
-        All ranks of a stage have its whole output. So a rank needs one sender, and where the stage before is narrower,
-        that one sends to several ranks.
+        All ranks of a stage have its whole output, so a rank needs one sender. If the stage before is narrower, a
+        rank sends to several.
         """
         stage, tp_rank = self.place(rank)
         if stage == 0:
@@ -80,7 +80,7 @@ class Topology(Struct, frozen=True):
         return before[tp_rank % len(before)]
 
     def receivers(self, rank: int) -> tuple[int, ...]:
-        """The ranks of the next stage that this one sends to: none in the last stage, or where that one is narrower."""
+        """The ranks of the next stage that this one sends to; may be none if that stage is narrower."""
         stage = self.place(rank).stage
         if stage == self.n_stages - 1:
             return ()
@@ -91,14 +91,14 @@ class Topology(Struct, frozen=True):
 
 
 class LayerCost(Struct, frozen=True):
-    """What a layer, the embedding or the head needs."""
+    """Memory and time of a layer, the embedding or the head."""
 
     split: int
     """Bytes that the ranks of a stage share equally."""
     whole: int = 0
     """Bytes that each rank of the stage has."""
     cost: float = 0.0
-    """Time that it takes on one machine of speed 1, in any unit: the bytes that a step reads, for instance."""
+    """Its time on one machine of speed 1, in any unit, such as the bytes that a step reads."""
 
     def bytes_of(self, width: int) -> int:
         """Bytes on each rank of a stage of this width."""
@@ -106,14 +106,13 @@ class LayerCost(Struct, frozen=True):
 
 
 class Parts(Struct, frozen=True):
-    """What a model consists of. With tied embeddings the embedding and the head are the same weights, and both count:
-    they are in different stages."""
+    """The parts of a model. Tied embedding and head both count: they are in different stages."""
 
     embedding: LayerCost
     layers: tuple[LayerCost, ...]
     head: LayerCost
     everywhere: LayerCost = LayerCost(split=0)
-    """What every stage has."""
+    """Weights that every stage has."""
 
     def between(self, start: int, stop: int) -> list[LayerCost]:
         """The parts of a stage that has the layers `[start, stop)`."""
@@ -123,17 +122,17 @@ class Parts(Struct, frozen=True):
 
 
 class Room(Struct, frozen=True):
-    """What one rank's machine can give it."""
+    """One rank's memory and speed."""
 
     host: str
     bytes: int
     """Memory for this rank's weights."""
     speed: float = 1.0
-    """Relative to the other machines."""
+    """Of its machine, relative to the others."""
 
 
 class _Load(NamedTuple):
-    """What a choice of layers asks of the machines; the smaller one is better."""
+    """The cost of a choice of layers; smaller is better."""
 
     missing: int  # bytes, of all ranks
     slowest: float  # time of the slowest stage
@@ -144,12 +143,12 @@ def split_layers(
 ) -> tuple[range, ...]:
     """The layers of each stage, in order.
 
-    Without a choice: of the splits that fit every machine, one whose slowest stage is the fastest. A stage's time is
-    the cost of its parts, shared equally by its ranks, on the slowest of its machines.
+    Without a choice: a split that fits every machine and has the fastest slowest stage. A stage's time is the cost of
+    its parts, divided by its ranks, on the slowest of its machines.
 
     Args:
-        rooms: of each global rank.
-        chosen: the number of layers of each stage, if the user has chosen them.
+        rooms: by global rank.
+        chosen: the number of layers of each stage, if the user has set them.
 
     Raises:
         ConfigError: the numbers of layers and stages do not fit together.
@@ -199,8 +198,8 @@ def _check_numbers(topology: Topology, n_layers: int, chosen: Sequence[int] | No
 def _best_ends(parts: Parts, stages: Sequence[Sequence[Room]]) -> list[int]:
     """Where each stage's layers end, by dynamic programming over stages and layers.
 
-    Where nothing fits, the split that lacks the least memory. A better split of the first layers never makes the whole
-    worse, as missing bytes add up and the slowest stage is a maximum; so only the best one of each length is kept.
+    If no split fits: the one that lacks the least memory. A better split of the first layers never makes the whole
+    worse, because missing bytes add up and the slowest stage is a maximum; so only the best of each length is kept.
     """
     n = len(parts.layers)
     best: dict[int, tuple[_Load, list[int]]] = {0: (_Load(0, 0.0), [])}  # layers taken -> load and ends
@@ -223,7 +222,7 @@ def _joined(a: _Load, b: _Load) -> _Load:
 
 
 def _load(parts: Sequence[LayerCost], rooms: Sequence[Room]) -> _Load:
-    """What these parts ask of a stage's machines."""
+    """The load of these parts on a stage's machines."""
     needed = _bytes_of(parts, rooms)
     missing = sum(max(0, needed - room.bytes) for room in rooms)
     return _Load(missing, sum(part.cost for part in parts) / len(rooms) / min(room.speed for room in rooms))
@@ -241,7 +240,7 @@ def _check_memory(parts: Parts, stages: Sequence[Sequence[Room]], split: Sequenc
         what = f"stage {stage} (layers {layers.start} to {layers.stop - 1})"
         short += [
             f"{room.host} lacks {(needed - room.bytes) / GB:.2f} GiB of the {needed / GB:.2f} GiB for {what}, "
-            f"which may have {room.bytes / GB:.2f} GiB there"
+            f"which may take {room.bytes / GB:.2f} GiB there"
             for room in rooms
             if needed > room.bytes
         ]

@@ -25,11 +25,11 @@ from phalanx.config import NONCE_BITS, RUN_PHALANX, EngineConfig, GroupConfig
 from phalanx.dist.collective_backend import (
     ChosenBackend,
     environment_of,
+    file_variables,
     mpirun_command,
-    own_files,
     ring_hostfile,
 )
-from phalanx.dist.gpus import usable_gpus, variables_of
+from phalanx.dist.gpus import gpu_variables, usable_gpus
 from phalanx.dist.ports import LOOPBACK, free_ports
 from phalanx.dist.topology import Topology
 from phalanx.environment import KERNELS_VARIABLE, child_environment
@@ -159,7 +159,7 @@ async def start_ranks(
     base += ["--config", msgspec.json.encode(config).decode()]
     topology = Topology(config.widths)
     pid_files = [pid_file(socket_path, rank) for rank in range(topology.size)]
-    common = own_files(socket_path.parent, shared_memory) | ({} if config.cpu_kernels else {KERNELS_VARIABLE: "0"})
+    common = file_variables(socket_path.parent, shared_memory) | ({} if config.cpu_kernels else {KERNELS_VARIABLE: "0"})
     if topology.size == 1:
         return RankProcesses({"rank 0": await spawn([*base, "--rank", "0"], common)}, pid_files)
     backend = None if choice is None else choice.backend
@@ -198,7 +198,7 @@ async def _start_each(
         meeting = f"{LOOPBACK}:{free_ports(1)[0]}"
     processes: dict[str, Child] = {}
     for tp_rank, rank in enumerate(ranks):
-        variables = {**common, **variables_of(rank, usable_gpus())}
+        variables = {**common, **gpu_variables(rank, usable_gpus())}
         if backend is not None and len(ranks) > 1:
             variables |= environment_of(backend, tp_rank, hostfile, size=len(ranks), meeting=meeting)
         processes[f"rank {rank}"] = await spawn([*base, "--rank", str(rank)], variables)

@@ -137,7 +137,7 @@ def test_a_leader_that_dies_while_the_group_forms(pool: ThreadPoolExecutor):
     leader.lead()
     leader.close()
     with pytest.raises(
-        PeerMissing, match="the group did not form: what listens there lost its connection: the stream was cut off"
+        PeerMissing, match="the group did not form: the process there lost its connection: the stream was cut off"
     ):
         worker.result(WAIT_S)
 
@@ -180,7 +180,7 @@ STRAYS = {
     "a record too large": (RECORD.pack(HANDSHAKE, 0x0301, 0xFFFF) + bytes(100), "broke TLS: packet length too long"),
     "an endless message": (  # a ClientHello of 128 KB, in as many records as it takes
         (RECORD.pack(HANDSHAKE, 0x0301, 4100) + b"\x01\x02\x00\x00" + bytes(4096)) * 8,
-        "is not a rank. The peer sent too much before it said who it is.",
+        "is not a rank. The peer sent too much before its Hello.",
     ),
     "an encrypted record first": (RECORD.pack(23, 0x0303, 64) + bytes(64), "broke TLS: "),
 }
