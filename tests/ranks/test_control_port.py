@@ -144,7 +144,7 @@ def test_strangers_keep_no_rank_out_and_no_impostor_gets_in(group_model: Path, r
 @pytest.mark.parametrize(
     ("control", "credentials", "said"),
     [
-        ("127.0.0.1:1", None, "each has to prove which one it is"),
+        ("127.0.0.1:1", None, "each needs credentials"),
         ("127.0.0.1:1", 0, "are those of host 0 of 2, but this is rank 1 of 2"),
         ("/nowhere/control", 1, "the ranks meet on /nowhere/control. Leave them out"),
     ],

@@ -1,8 +1,7 @@
-"""Starts the processes of a group on this machine, and finds and ends those that are left.
+"""Starts, finds and ends the processes of a group on this machine.
 
-A group is one process per rank, or one `mpirun` that starts the ranks. Every start gets new ports, a new nonce and
-a new socket for control connections. `process.py` decides
-whether it starts again.
+A group is one process per rank, or one `mpirun` that starts the ranks. Every start gets new ports, a new nonce and a
+new socket for control connections. `process.py` decides whether to start again.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ class Child(Protocol):
     def send_signal(self, signal: int) -> None: ...
 
 
-CONTROL_SUFFIX = ".ctl"  # of the control connections' socket; no longer than ".sock", for paths have 104 bytes at most
-POLL_S = 0.05  # between two looks at processes that are ending
+CONTROL_SUFFIX = ".ctl"  # of the control socket; no longer than ".sock", since such paths have at most 104 bytes
+POLL_S = 0.05  # between checks of ending processes
 
 
 @dataclass(frozen=True)
@@ -70,16 +69,16 @@ class RankProcesses:
 
     Args:
         processes: name -> process; the names are "rank 0", "rank 1", ..., or "mpirun", or "mpirun of stage 0", ...
-        pid_files: rank -> the file in which the rank leaves its process id.
+        pid_files: rank -> the file in which the rank writes its process id.
     """
 
     def __init__(self, processes: dict[str, Child], pid_files: Sequence[Path]) -> None:
         self.processes = processes
         self._pid_files = pid_files
         self.numbers: dict[int, int] = {}
-        """Process id -> rank, of the ranks of this machine when the first process had ended."""
+        """Process id -> rank, of this machine's ranks when the first process ended."""
         self.killed = False
-        """Whether a process had to be ended by SIGKILL."""
+        """Whether a process was sent SIGKILL."""
 
     @property
     def leader_pid(self) -> int | None:
@@ -147,10 +146,10 @@ async def start_ranks(
     """Start all ranks of all stages.
 
     Args:
-        choice: None where no stage has more than one rank, so that none needs a backend.
-        socket_path: on which the server process waits for rank 0, in a directory that only this user may enter. It is
-            the ranks' temporary directory as well.
-        shared_memory: directory for Open MPI's segments, else its own choice.
+        choice: None if no stage has more than one rank and so needs a backend.
+        socket_path: on which the server process waits for rank 0, in a private directory, which is also the ranks'
+            temporary directory.
+        shared_memory: directory for Open MPI's segments; None leaves the choice to it.
 
     Raises:
         OSError: a process cannot be started.
@@ -233,7 +232,7 @@ def pid_file(socket_path: Path, rank: int) -> Path:
 
 
 def write_pid_file(socket_path: Path, rank: int) -> None:
-    """Leave this process's id beside the server's socket. A link is not followed: others may write there.
+    """Write this process's id beside the server's socket. Follows no link: other users may write there.
 
     Raises:
         ConfigError: the file cannot be written.
