@@ -168,7 +168,7 @@ class LeaderHandshake:
         while len(self._members) < self._group.size - 1:
             now = time.monotonic()
             for candidate in [candidate for candidate in self._candidates if candidate.deadline <= now]:
-                self._drop(candidate, f"did not say who it is within {self._limits.admit_s:g} s")
+                self._drop(candidate, f"sent no Hello within {self._limits.admit_s:g} s")
             if now >= deadline:
                 raise self._missing()
             next_deadline = min([deadline, *(candidate.deadline for candidate in self._candidates)])

@@ -218,7 +218,7 @@ class Reducer:
         sites = [name for name, _ in corrupt]
         where = ", ".join(sites[:4]) + (f" and {len(sites) - 4} more" if len(sites) > 4 else "")
         raise CollectiveFault(
-            f"step {step}: the sum over ranks is wrong at {where or 'the verdict itself'} "
+            f"step {step}: the all-reduce is wrong at {where or 'the verdict itself'} "
             f"(checksum or tag) on {self._failing_ranks([bits for _, bits in corrupt])}.",
             remedy="A wrong buffer was delivered. If it happens again, check cables and run `phalanx selftest`.",
         )

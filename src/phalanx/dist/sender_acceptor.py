@@ -104,7 +104,7 @@ class SenderAcceptor:
             while len(received) < HELLO_BYTES and (piece := candidate.recv(HELLO_BYTES - len(received))):
                 received += piece
         except TimeoutError:
-            return f"did not say who it is within {HANDSHAKE_S:g} s"
+            return f"sent no Hello within {HANDSHAKE_S:g} s"
         except OSError as error:
             return predicate_of(error) if isinstance(error, ssl.SSLError) else "lost its connection"
         if received == self._hello:

@@ -157,8 +157,8 @@ def _start(
     grammars = None if server_socket is None else begin_grammars(config, path, server_socket)
     model = load_model(config, path, member, report)
     deadline = StepDeadline(config.step_timeout_seconds)
-    activations = wire_dtype(config.pp_activation_dtype, model.runner, link)
-    staged = StagedRunner(model.runner, member.stage, member.ends, activations)
+    dtype = wire_dtype(config.pp_activation_dtype, model.runner, link)
+    staged = StagedRunner(model.runner, member.stage, member.ends, dtype)
     tested = self_test(link, staged, model.vocab_size, deadline, unchecked=len(model.loaded.unchecked))
     plan = plan_memory(config, model.runner.facts, model.whole, model.draft, model.guard, link, model.sharing)
     mx.clear_cache()  # buffers that only the start needed

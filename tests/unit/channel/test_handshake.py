@@ -172,11 +172,11 @@ RECORD = struct.Struct("!BHH")  # of TLS: kind, version, length
 HANDSHAKE = 22
 
 STRAYS = {
-    "silent": (b"", "did not say who it is within 0.5 s"),
+    "silent": (b"", "sent no Hello within 0.5 s"),
     "http": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "sent an HTTP request"),
     "garbage": (bytes(range(256)) * 40, "does not speak TLS"),
     "a frame in plain": (encode(Hello(identity(1), PROTOCOL, 2, 7)), "does not speak TLS"),
-    "half a record": (RECORD.pack(HANDSHAKE, 0x0301, 100) + b"half", "did not say who it is within 0.5 s"),
+    "half a record": (RECORD.pack(HANDSHAKE, 0x0301, 100) + b"half", "sent no Hello within 0.5 s"),
     "a record too large": (RECORD.pack(HANDSHAKE, 0x0301, 0xFFFF) + bytes(100), "broke TLS: packet length too long"),
     "an endless message": (  # a ClientHello of 128 KB, in as many records as it takes
         (RECORD.pack(HANDSHAKE, 0x0301, 4100) + b"\x01\x02\x00\x00" + bytes(4096)) * 8,
