@@ -40,7 +40,7 @@ def test_auto_opens_no_daemon_to_strangers(bare):
     bare.setattr(collective_backend, "find_mpi", lambda: collective_backend.Mpi("/x/mpirun", "/x/libmpi.so.40"))
     bare.setattr(collective_backend, "is_private_network_possible", lambda: False)
     assert collective_backend.choose("auto", machines=1).backend == "ring"
-    assert "strangers" in collective_backend.choose("auto", machines=1).reason
+    assert "no private network" in collective_backend.choose("auto", machines=1).reason
     assert collective_backend.choose("mpi", machines=1).backend == "mpi", (
         "who asks for it gets it, and a line in the log"
     )

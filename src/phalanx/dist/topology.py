@@ -240,7 +240,7 @@ def _check_memory(parts: Parts, stages: Sequence[Sequence[Room]], split: Sequenc
         what = f"stage {stage} (layers {layers.start} to {layers.stop - 1})"
         short += [
             f"{room.host} lacks {(needed - room.bytes) / GB:.2f} GiB of the {needed / GB:.2f} GiB for {what}, "
-            f"which may take {room.bytes / GB:.2f} GiB there"
+            f"which may have {room.bytes / GB:.2f} GiB there"
             for room in rooms
             if needed > room.bytes
         ]
