@@ -307,8 +307,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         name="wrong-sums",
-        pattern=r"CollectiveFault|the sum .* cannot be right",
-        example="rank 0: CollectiveFault: step 12: the sum of layer 3 cannot be right on rank 1",
+        pattern=r"CollectiveFault|the all-reduce is wrong at",
+        example="rank 0: CollectiveFault: step 12: the all-reduce is wrong at layers.3.mlp (checksum or tag) on rank 1",
         cause="An all-reduce delivered data that no rank sent: a bad cable, a driver's fault, or another job's ranks.",
         remedy="Nothing wrong was answered. Run `phalanx net test`; replace the cable it names, or use --backend ring.",
     ),

@@ -20,7 +20,7 @@ from phalanx.prefix_store.store import PrefixStore
 from phalanx.types import EngineStats, KeepOwners
 
 FAMILIES = [
-    "llama",  # two tensor-parallel ranks and two stages of it: `ranks/test_prefix_on_disk.py`
+    "llama",  # two tensor-parallel ranks and two stages of it: `ranks/test_prefixes_of_ranks.py`
     "qwen3_next",  # recurrent state
     *(pytest.param(name, marks=pytest.mark.full) for name in ("gemma3", "deepseek_v3", "qwen3_moe", "gpt_oss")),
 ]

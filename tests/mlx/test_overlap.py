@@ -274,7 +274,7 @@ def test_a_wrong_sum_that_is_found_late_stops_before_the_token_leaves(tmp_path, 
     path, echo = make_model("llama", tmp_path / "llama"), Echo(monkeypatch)
     engine = summing_engine(path, overlap, echo.reducer(Spoil(6, value)))
     submit(engine, 20)
-    with pytest.raises(CollectiveFault, match="step 6: the sum over ranks is wrong at layer 1") as raised:
+    with pytest.raises(CollectiveFault, match="step 6: the all-reduce is wrong at layer 1") as raised:
         for _ in range(20):
             engine.step()
     assert isinstance(raised.value.__context__, NonFiniteLogits) == (value != value)

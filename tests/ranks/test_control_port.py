@@ -137,14 +137,14 @@ def test_strangers_keep_no_rank_out_and_no_impostor_gets_in(group_model: Path, r
     assert ends["leader"] == ExitCode.PEER_LOST
     assert "rank 1 (" in ranks.log("leader") and "lost its connection" in ranks.log("leader")
     assert ends["thief"] == ends["another cluster's"] == ExitCode.GROUP
-    assert f"what listens there {FOREIGN}" in ranks.log("another cluster's")
+    assert f"the process there {FOREIGN}" in ranks.log("another cluster's")
     assert "does not accept the certificate of this end" in ranks.log("thief")
 
 
 @pytest.mark.parametrize(
     ("control", "credentials", "said"),
     [
-        ("127.0.0.1:1", None, "each has to prove which one it is"),
+        ("127.0.0.1:1", None, "each needs credentials"),
         ("127.0.0.1:1", 0, "are those of host 0 of 2, but this is rank 1 of 2"),
         ("/nowhere/control", 1, "the ranks meet on /nowhere/control. Leave them out"),
     ],

@@ -20,7 +20,7 @@ from phalanx.supervision.restarts import FIRST_STARTS
 
 SOAK = pytest.mark.soak  # what it adds is another backend, where the backend has no part in how the fault is found
 STEP = 20  # in which the fault of a start comes: all streams have begun, and five starts do not end them
-WRONG_SUM = ("CollectiveFault", "the sum over ranks is wrong at", "on rank {rank} on ", "step 2")
+WRONG_SUM = ("CollectiveFault", "the all-reduce is wrong at", "on rank {rank} on ", "step 2")
 CAUSES = {
     "kill": ("rank {rank} ", "SIGKILL"),
     "tamper": ("rank {rank}", "Desync", "row digest"),

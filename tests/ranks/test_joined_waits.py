@@ -34,4 +34,4 @@ def test_the_tokens_are_the_same_and_a_wrong_sum_stops_in_time(tmp_path):
     assert len(waited["tokens"]) == 24 and waited["forwards"] == 25 and not waited["said"]
     for spoiled in (built, replayed):
         assert spoiled["tokens"] == waited["tokens"][:8]
-        assert "step 9: the sum over ranks is wrong" in spoiled["said"] and "on rank 1." in spoiled["said"]
+        assert "step 9: the all-reduce is wrong" in spoiled["said"] and "on rank 1." in spoiled["said"]

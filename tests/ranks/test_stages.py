@@ -147,7 +147,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...]]] = {  # -> what is injected, and w
     "crash": ("crash:rank={other},step=30", ("rank {other} ", "crashed: IndexError: injected at step 30")),
     "garbage": (
         "garbage:rank={other},step=30,layer=1",
-        ("CollectiveFault", "the sum over ranks is wrong at", "on rank {other} on "),
+        ("CollectiveFault", "the all-reduce is wrong at", "on rank {other} on "),
     ),
 }
 IN_SOAK = [pytest.param(fault, SQUARE, marks=pytest.mark.soak) for fault in FAULTS]

@@ -40,7 +40,7 @@ def test_auto_opens_no_daemon_to_strangers(bare):
     bare.setattr(collective_backend, "find_mpi", lambda: collective_backend.Mpi("/x/mpirun", "/x/libmpi.so.40"))
     bare.setattr(collective_backend, "is_private_network_possible", lambda: False)
     assert collective_backend.choose("auto", machines=1).backend == "ring"
-    assert "strangers" in collective_backend.choose("auto", machines=1).reason
+    assert "no private network" in collective_backend.choose("auto", machines=1).reason
     assert collective_backend.choose("mpi", machines=1).backend == "mpi", (
         "who asks for it gets it, and a line in the log"
     )
@@ -107,8 +107,8 @@ def test_the_users_own_choice_of_gpus_counts(given, left):
 
 
 def test_each_rank_sees_one_gpu():
-    assert [gpus.variables_of(rank, (A, B)) for rank in range(3)] == [{gpus.VARIABLE: name} for name in (A, B, A)]
-    assert gpus.variables_of(1, (A,)) == gpus.variables_of(1, ()) == {}
+    assert [gpus.gpu_variables(rank, (A, B)) for rank in range(3)] == [{gpus.VARIABLE: name} for name in (A, B, A)]
+    assert gpus.gpu_variables(1, (A,)) == gpus.gpu_variables(1, ()) == {}
 
 
 @pytest.fixture
@@ -256,15 +256,15 @@ def test_the_default_group_is_one_rank():
 def test_ranks_and_mpirun_leave_their_files_in_a_directory_of_their_own(tmp_path, monkeypatch):
     """Open MPI loads code from ~/.openmpi: without a home, that is not a directory where others may write, as /tmp."""
     mine = {"TMPDIR": str(tmp_path), "HOME": str(Path.home())}
-    assert collective_backend.own_files(tmp_path) == mine
+    assert collective_backend.file_variables(tmp_path) == mine
     memory = {"OMPI_MCA_btl_sm_backing_directory": "/dev/shm/mine"}
-    assert collective_backend.own_files(tmp_path, Path("/dev/shm/mine")) == mine | memory
+    assert collective_backend.file_variables(tmp_path, Path("/dev/shm/mine")) == mine | memory
     monkeypatch.setenv("OMPI_MCA_btl_sm_backing_directory", "/dev/hugepages")
     wanted = "/dev/hugepages"
-    assert collective_backend.own_files(tmp_path, tmp_path)["OMPI_MCA_btl_sm_backing_directory"] == wanted
+    assert collective_backend.file_variables(tmp_path, tmp_path)["OMPI_MCA_btl_sm_backing_directory"] == wanted
 
     def homeless(*_: object) -> Path:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", homeless)
-    assert collective_backend.own_files(tmp_path) == {"TMPDIR": str(tmp_path), "HOME": str(tmp_path)}
+    assert collective_backend.file_variables(tmp_path) == {"TMPDIR": str(tmp_path), "HOME": str(tmp_path)}

@@ -43,7 +43,7 @@ def command(words: Sequence[str]) -> int:
     if launcher is None or launcher.size == 1:
         if parsed.n_ranks != 1:
             raise ConfigError(
-                f"--config asks for {parsed.n_ranks} ranks, but nothing says who the others are.",
+                f"--config asks for {parsed.n_ranks} ranks, but no --group or launcher gives the others.",
                 remedy="Give --group, or start the ranks with mpirun or mlx.launch.",
             )
         return run_rank(parsed, None, None, socket, number)
@@ -95,7 +95,7 @@ def _credentials(file: Path | None, group: GroupConfig, rank: int) -> Credential
         return None
     if file is None:
         raise ConfigError(
-            f"The ranks meet on {group.control}, so each has to prove which one it is.",
+            f"The ranks meet on {group.control} over TCP, so each needs credentials.",
             remedy="Give --credentials, or start the ranks with `phalanx serve --tp N` or `phalanx up`.",
         )
     credentials = read_credentials(file)

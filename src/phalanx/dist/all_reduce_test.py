@@ -1,6 +1,6 @@
-"""Tests that the collective backend sums correctly, and measures how fast: known values at several sizes and dtypes.
+"""Tests all-reduces of known values at several sizes and dtypes, and measures their speed.
 
-Every rank runs it at start, and `phalanx selftest` does.
+Every rank runs it at start, and in `phalanx selftest`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ from collections.abc import Callable
 class AwakeClock:
     """Seconds that do not pass while this process is stopped or the machine sleeps.
 
-    By another clock, a process that continues would find all other ranks silent, and its own engine thread slow.
+    With another clock, a process that continues after a stop would count all other ranks as silent and its own engine
+    thread as stuck.
 
     Args:
         pause_s: a process that runs calls `tick` at least this often. A longer gap counts as stopped time.
@@ -27,7 +28,7 @@ class AwakeClock:
         return self._clock() - self._asleep_s
 
     def tick(self) -> float:
-        """To be called in every round of the loop. Returns the seconds of a stop since the last call, else 0."""
+        """Call it in every round of the loop. Returns the seconds of a stop since the last call, else 0."""
         now = self._clock()
         gap, self._last = now - self._last, now
         if gap <= self._pause_s:

@@ -1,8 +1,8 @@
-"""The control channel of a group: the leader's end and the workers' ends, as their engine threads use them.
+"""The control channel of a group: the leader's end and the workers' ends.
 
 Each worker has one connection to the leader. It carries payloads both ways, in order, and the heartbeats by which ranks
-detect the loss of another rank. An engine thread may block here, but not for ever: its rank's watchdog ends the process
-if the group cannot continue.
+detect the loss of another rank. Engine threads call these methods and may block in them; the rank's watchdog ends the
+process if the group cannot continue.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEFAULT_LIMITS = WatchdogLimits()
 
 
 class _Channel:
-    """The part that both ends share."""
+    """The methods of both ends."""
 
     def __init__(self, me: Identity, limits: WatchdogLimits, on_failure: OnFailure | None, *, leads: bool) -> None:
         self._me = me
@@ -37,13 +37,13 @@ class _Channel:
 
     @property
     def wakeups(self) -> int:
-        """How often the watchdog's loop ran so far. An idle rank runs it a few times a second, and nothing else."""
+        """Rounds of the watchdog's loop, the only thing that an idle rank runs: a few per second."""
         return self._watchdog.wakeups
 
     def serving(self) -> None:
         """Apply `silence_s` from now on instead of `loading_silence_s`.
 
-        To be called after a barrier: from then on no rank may hold its interpreter's lock for long.
+        Call it after a barrier. From then on no rank may hold the GIL for long.
         """
         self._watchdog.serving()
 
@@ -66,7 +66,7 @@ class _Channel:
         self._watchdog.fail(PeerFailure.of(self._me, code, cause))
 
     def close(self, reason: str) -> None:
-        """Leave the group without a failure; if the leader leaves, the group ends. Takes at most `CLOSE_S`."""
+        """Leave the group normally; if the leader leaves, the group ends. Takes at most `CLOSE_S`."""
         self._watchdog.close(reason)
 
 
@@ -92,14 +92,14 @@ class LeaderChannel(_Channel):
         self._handshake = LeaderHandshake(listener, group, credentials, me, limits)
 
     def gather(self) -> list[Identity]:
-        """Wait until all workers have joined. To be called once.
+        """Wait until all workers have joined. Call it once.
 
         Returns:
             All ranks of the group in rank order, including this one.
 
         Raises:
             PeerMissing: ranks did not join before the deadline, or disconnected; names them.
-            PeerRefused: a rank connected that cannot be in this group; it gets the same message.
+            PeerRefused: a connected rank cannot be in this group; it gets the same message.
         """
         members = self._handshake.run()
         self._watchdog.start(members)
@@ -134,7 +134,7 @@ class LeaderChannel(_Channel):
             except queue.Empty:
                 late.append(str(peer.identity))
             else:
-                assert payload is not None, "only a leader ends a group in order"
+                assert payload is not None, "only the leader ends a group normally"
                 payloads.append(payload)
         if late:
             raise PeerLate(f"{', '.join(late)} did not answer within {timeout_s:g} s.")
@@ -169,12 +169,12 @@ class WorkerChannel(_Channel):
         Raises:
             PeerMissing: the leader was not reached, or the group did not form; names the missing ranks.
             PeerRefused: this rank, or another one, cannot be in the group.
-            GroupError: the leader there is of another start, or takes this rank for another.
+            GroupError: the leader belongs to another start, or does not accept this rank's certificate.
         """
         return cls(join_leader(group, credentials, me, limits), me, limits, on_failure)
 
     def receive(self) -> bytes | None:
-        """The next payload; None once the leader has ended the group without a failure. Blocks."""
+        """The next payload; None once the leader has ended the group normally. Blocks."""
         return _take(self._peer, None)
 
     def send(self, payload: bytes) -> None:

@@ -1,10 +1,10 @@
-"""Checksums of vectors that ranks sum: how they are appended before the sum and checked after it.
+"""Checksums of vectors: appended before an all-reduce and checked after it.
 
 A checksum is the dot product of a vector with random signs: one number in float32, two (high and low) in 16 bits. The
-checksum of a sum is the sum of the checksums. After it follow the vector's magnitude, which bounds what rounding can
-change of the checksum, and the tag, a small integer that is the same on all ranks. A magnitude that is NaN or negative
-is a fault. One that is too large would hide faults, so the tag comes last: what corrupts the end of a vector and the
-magnitude corrupts the tag as well. Does not know groups, nor when a sum is checked (`reduce.py`).
+checksum of a sum is the sum of the checksums. It is followed by the vector's magnitude, which bounds the rounding error
+of the checksum, and the tag, a small integer that is the same on all ranks. A magnitude that is NaN or negative is a
+fault. One that is too large would hide faults, so the tag comes last: a fault that corrupts the end of a vector and the
+magnitude corrupts the tag too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Checksum(Protocol):
         """
 
     def judge(self, figures: mx.array, limits: mx.array, tag: mx.array, flag: int) -> mx.array:
-        """[sites]: 0.0 for each site whose sums are all right, else `flag`.
+        """[sites]: 0.0 for each site without a wrong sum, else `flag`.
 
         Args:
             figures: [sites * rows, 3], from `decode`.
@@ -46,10 +46,10 @@ class Checksum(Protocol):
 
 
 class ComposedChecksum:
-    """A checksum composed of MLX's own operations, which `mx.compile` joins on a GPU: 5 kernels before a sum, 3 after.
+    """A checksum of MLX's own operations, which `mx.compile` fuses on a GPU: 5 kernels before an all-reduce, 3 after.
 
-    It multiplies and adds, and never uses a matrix product: GPUs round the operands of float32 products to 10 bits
-    (TF32, on by default in MLX), which is far beyond the tolerance and would make right sums look wrong.
+    It multiplies and adds without matrix products, whose float32 operands GPUs round to 10 bits (TF32, on by default in
+    MLX), far beyond the tolerance.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class ComposedChecksum:
         return mx.where(mx.all(right, axis=1), 0.0, float(flag))
 
     def _weights_of(self, signs: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:
-        """The signs, their number, and the weights of a wire's columns in the residual: [width + 3 or width + 4]."""
+        """The signs, their number, and the weights of `wire`'s columns in the residual: [width + 3 or width + 4]."""
         key = (id(signs), dtype)  # the dictionary keeps `signs` alive, so its id is not used again
         if key not in self._weights:
             checksums = 1 if dtype == mx.float32 else 2
@@ -86,8 +86,8 @@ class ComposedChecksum:
         return self._weights[key]
 
 
-# Without shapes: prompts come in any number of rows, and each compiled shape would be kept. On a CPU the engine has
-# switched compilation off, and these are plain functions.
+# Shapeless: prompts come in any number of rows, and MLX would keep one compiled function per shape. On a CPU the engine
+# switches compilation off, and these are plain functions.
 
 
 @partial(mx.compile, shapeless=True)
@@ -105,7 +105,7 @@ def _products(y: mx.array, signs: mx.array, which: mx.array) -> mx.array:
 def _append(
     y: mx.array, checksum: mx.array, square: mx.array, width: mx.array, tag: mx.array, place: mx.array
 ) -> mx.array:
-    """y [rows, width] with the columns of `Checksum.encode`, which are numbered by `place`."""
+    """y [rows, width] with the columns of `Checksum.encode`; `place` numbers them."""
     magnitude = mx.sqrt(square) / width
     if y.dtype == mx.float32:
         return mx.concatenate([y, _joined([checksum, magnitude, tag], place)], axis=-1)
@@ -121,7 +121,7 @@ def _figures(wire: mx.array, magnitude: mx.array, tag: mx.array, weights: mx.arr
 
 
 def _joined(columns: Sequence[mx.array], place: mx.array) -> mx.array:
-    """Columns [rows, 1] (or numbers) side by side, by selecting: one kernel, where a concatenation has one for each."""
+    """Columns [rows, 1] (or numbers) side by side, in one kernel; a concatenation takes one per column."""
     joined = columns[-1]
     for i in reversed(range(len(columns) - 1)):
         joined = mx.where(place == i, columns[i], joined)

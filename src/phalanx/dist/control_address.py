@@ -27,8 +27,7 @@ def listen(control: str) -> socket.socket:
     """A listening socket for ranks: the leader's, or a stage's for hidden states.
 
     Raises:
-        GroupError: other users may enter the directory of a Unix socket; or the address is taken, or not this
-            machine's.
+        GroupError: other users may enter the Unix socket's directory, or the address is taken or not this machine's.
     """
     try:
         if is_unix(control):
@@ -88,7 +87,7 @@ def _host_and_port(control: str) -> tuple[str, int]:
 
 
 def _check_private(directory: Path) -> None:
-    """Only this user may enter the directory: then no other user can connect to a socket in it, nor put one there."""
+    """Check that no other user may enter the directory, and so connect to a socket in it or replace it."""
     found = directory.stat()
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise GroupError(

@@ -1,4 +1,4 @@
-"""Injects corrupt buffers, as a faulty backend delivers them (`fault_injection.py`)."""
+"""Injects corrupt buffers like those of a faulty backend (`fault_injection.py`)."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ class CorruptBuffer:
             case _:
                 corrupt = wire.reshape(-1)[::-1].reshape(wire.shape)
         self._done = True
-        # The sum itself must still happen, or this rank's next sum would pair with the other ranks' present one.
+        # The all-reduce must still run: this rank's next one would pair with the other ranks' present one.
         return cast("mx.array", mx.depends(corrupt, wire))

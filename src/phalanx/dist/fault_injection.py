@@ -21,16 +21,16 @@ LinkFault = Literal["cut", "lose", "repeat", "corrupt"]
 BUFFER_FAULTS = get_args(BufferFault)
 RANK_FAULTS = get_args(RankFault)
 LINK_FAULTS = get_args(LinkFault)
-SLOW_S = 4.0  # that the rank of a "slow" fault waits between the handshake and joining the communicator
+SLOW_S = 4.0  # wait of a "slow" rank between the handshake and joining the communicator
 
 
 Piece = bytes | bytearray | memoryview
-"""Of what is sent over a link."""
+"""Bytes sent over a link."""
 
 
 class Injection(Struct, frozen=True, kw_only=True):
-    """One fault: a rank fault happens at `step`, a buffer fault at reduction `layer` of the first forward from it, a
-    link fault in what the rank sends to the next stage in `step`."""
+    """One fault: of the rank at `step`, of its all-reduce `layer` in the first forward from there, or of a frame to the
+    next stage in `step`."""
 
     kind: BufferFault | RankFault | LinkFault
     rank: int
@@ -82,8 +82,8 @@ def inject(injection: Injection, step: int) -> None:
             return
 
 
-def on_the_way(injection: Injection, step: int, pieces: list[Piece]) -> list[Piece]:
-    """What a rank sends of a frame instead of these pieces, if its link fault is due.
+def tampered(injection: Injection, step: int, pieces: list[Piece]) -> list[Piece]:
+    """The pieces to send instead of a frame's own, if the rank's link fault is due.
 
     Raises:
         ConnectionError: the fault is a cut link.

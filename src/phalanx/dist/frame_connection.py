@@ -1,5 +1,4 @@
-"""One control connection: reads and writes messages, in plain or under TLS, and never blocks longer than its caller
-allows.
+"""One control connection: reads and writes messages, with or without TLS, and blocks no longer than its caller allows.
 
 The socket is non-blocking. One thread reads (`read`); several may write whole frames, in turn by a lock. Bytes that the
 kernel does not take at once are kept and sent before the next frame, so that frames stay whole.
@@ -27,8 +26,8 @@ class FrameConnection:
     """Owns a connected socket.
 
     Args:
-        tls: the session of this end; None sends and receives in plain.
-        stranger_bytes: the number of bytes accepted until `trust` is called; None is any number.
+        tls: the session of this end; None for plain text.
+        stranger_bytes: limit of received bytes until `trust` is called; None for no limit.
     """
 
     def __init__(
@@ -38,10 +37,10 @@ class FrameConnection:
         self._tls = tls
         self._stranger_bytes = stranger_bytes
         self._splitter = Splitter(MAX_FRAME if stranger_bytes is None else stranger_bytes)
-        self._turn = threading.Lock()  # of the thread that sends a frame; it may wait with it
-        self._lock = threading.Lock()  # of the TLS session and of what is not sent yet; no thread waits with it
-        self._frame = _NOTHING  # what is left to seal
-        self._sealed = _NOTHING  # what is left to send
+        self._turn = threading.Lock()  # held by the thread that sends a frame, also while it waits
+        self._lock = threading.Lock()  # guards the TLS session and the two below; no thread waits while it holds it
+        self._frame = _NOTHING  # bytes left to encrypt
+        self._sealed = _NOTHING  # bytes left to send
         self.ended = ""
         """How the connection ended, as a predicate; "" while it is open."""
         connected.setblocking(False)
@@ -55,7 +54,7 @@ class FrameConnection:
 
     @property
     def established(self) -> bool:
-        """Whether messages may be sent: TLS, where there is TLS, knows the other end."""
+        """Whether messages may be sent: a TLS handshake, if there is one, is over."""
         return self._tls is None or self._tls.established
 
     def trust(self, limit: int = MAX_FRAME) -> None:
@@ -91,14 +90,13 @@ class FrameConnection:
         return _wait(self._socket, select.POLLIN, timeout_s)
 
     def offer(self, data: bytes, *, wait_s: float = 0.0) -> bool:
-        """Send a frame without blocking, or do not send it.
+        """Send a frame without blocking, or drop it.
 
         Args:
             wait_s: seconds to wait while another thread is sending.
 
         Returns:
-            Whether the frame will be delivered if the other end reads. A broken connection is not an error here: the
-            next `read` reports it.
+            Whether the frame was taken. The next `read` reports a broken connection.
         """
         if not self._turn.acquire(timeout=wait_s):
             return False
@@ -113,7 +111,7 @@ class FrameConnection:
             self._turn.release()
 
     def send(self, data: bytes, timeout_s: float) -> None:
-        """Send a frame. To be called once the connection is `established`.
+        """Send a frame. The connection must be `established`.
 
         Raises:
             TimeoutError: the kernel did not take the whole frame within `timeout_s` seconds.
@@ -131,7 +129,7 @@ class FrameConnection:
                 sent = self._push()
 
     def finish(self) -> None:
-        """Send nothing more: the other end gets the end of the stream after all frames."""
+        """End the stream after the frames that were sent."""
         if self._tls is not None:
             with self._lock:
                 self._tls.finish()
@@ -147,36 +145,36 @@ class FrameConnection:
         if self._stranger_bytes is not None:
             self._stranger_bytes -= len(piece)
             if self._stranger_bytes < 0:
-                raise FrameError("The peer sent too much before it said who it is.")
+                raise FrameError("The peer sent too much before its Hello.")
 
     def _unseal(self, piece: bytes) -> bytes:
-        """The bytes that the other end said; `piece` is empty at the end of the stream."""
+        """The bytes that the other end sent, decrypted; `piece` is empty at the end of the stream."""
         if self._tls is None:
             if not piece:
                 self.ended = "closed its connection"
             return piece
         with self._lock:
             if piece:
-                said = self._tls.receive(piece)
+                received = self._tls.receive(piece)
             else:
-                said = b""
+                received = b""
                 self._tls.receive_end()
             self.ended = self._tls.ended
             answers = self._tls.has_answer
         if answers:
             self._answer()
-        return said
+        return received
 
     def _answer(self) -> None:
-        """Send what TLS has to send by itself. If the connection is broken, the next `read` or `send` reports it."""
+        """Send the TLS session's own bytes. If the connection is broken, the next `read` or `send` reports it."""
         with contextlib.suppress(OSError):
             self._push()
 
     def _push(self, data: bytes = b"") -> bool:
-        """Send what was kept and then `data`, as far as the kernel takes it; keep the rest.
+        """Send kept bytes and then `data`, as far as the kernel takes them; keep the rest.
 
         Returns:
-            Whether nothing was kept.
+            Whether all were sent.
         """
         with self._lock:
             if data:
@@ -189,14 +187,14 @@ class FrameConnection:
             return not (self._sealed or self._frame)
 
     def _seal(self) -> bool:
-        """Make the next piece ready to be sent, if there is one. The lock is held."""
+        """Encrypt the next piece, if there is one. The caller holds the lock."""
         if self._tls is None:
             self._sealed, self._frame = self._frame[:_PIECE], self._frame[_PIECE:]
         elif self._tls.established:
             piece, self._frame = self._frame[:_PIECE], self._frame[_PIECE:]
             self._sealed = memoryview(self._tls.seal(piece))
         else:
-            self._sealed = memoryview(self._tls.seal(_NOTHING))  # of the handshake; frames wait for its end
+            self._sealed = memoryview(self._tls.seal(_NOTHING))  # bytes of the handshake; frames wait for its end
         return bool(self._sealed)
 
 

@@ -1,7 +1,7 @@
 """The NVIDIA GPUs that MLX can use on this machine, and which of them each rank gets.
 
-NCCL joins GPUs, so every rank needs one of its own. MLX computes on the first GPU that a process sees: ranks on one
-machine see one each, through CUDA_VISIBLE_DEVICES. Does not load MLX or CUDA, which would keep memory on a GPU.
+NCCL needs a GPU per rank. MLX computes on the first GPU that a process sees, so ranks on one machine see one each,
+through CUDA_VISIBLE_DEVICES. Does not load MLX or CUDA, which would keep memory on a GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from phalanx.environment import environment
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 PACKAGES = ("mlx-cuda-13", "mlx-cuda-12")
 LIST = ("nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader")
-LIST_S = 10.0  # a driver that starts takes some
+LIST_S = 10.0  # a driver may need some to start
 
 
 @cache
@@ -43,7 +43,7 @@ def _installed(package: str) -> bool:
 
 
 def allowed(listed: Sequence[str], given: str | None) -> tuple[str, ...]:
-    """Those of the machine's GPUs that the user's CUDA_VISIBLE_DEVICES leaves, in its order.
+    """The machine's GPUs that the user's CUDA_VISIBLE_DEVICES names, in its order.
 
     Args:
         listed: UUIDs, in the order of their numbers.
@@ -65,7 +65,7 @@ def allowed(listed: Sequence[str], given: str | None) -> tuple[str, ...]:
 
 
 def shortage(ranks: int, gpus: Mapping[str, int]) -> str:
-    """Why not every rank can have a GPU of its own; empty if each can.
+    """Why some rank lacks a GPU of its own; empty if none does.
 
     Args:
         gpus: host -> number of GPUs that MLX can use there. All ranks are on a single host, or one on each of several.
@@ -77,6 +77,6 @@ def shortage(ranks: int, gpus: Mapping[str, int]) -> str:
     return "" if count >= ranks else f"{ranks} ranks, but {count} GPU{'' if count == 1 else 's'} that MLX can use"
 
 
-def variables_of(rank: int, gpus: Sequence[str]) -> dict[str, str]:
-    """What shows a rank of this machine the GPU that it computes on. Without NCCL, ranks may have to share."""
+def gpu_variables(rank: int, gpus: Sequence[str]) -> dict[str, str]:
+    """The environment variables that give a rank of this machine its GPU. Without NCCL, ranks may share one."""
     return {VARIABLE: gpus[rank % len(gpus)]} if len(gpus) > 1 else {}

@@ -1,8 +1,8 @@
 """Joins a group of ranks: once, before a deadline, and verified (design: Fail-stop, then resume).
 
 MLX's `init` can block for ever while it holds the interpreter's lock, can return several groups of one rank, and can
-connect to a rank of another job. So a timer of the operating system ends the process if joining takes too long, and the
-ranks compare size, rank and a nonce of this start over the new group before anything else uses it.
+connect to a rank of another job. So a system timer ends the process if joining takes too long, and the ranks first
+compare size, rank and a nonce of this start over the new group.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from phalanx.tls.host_credentials import Credentials
 log = logging.getLogger("phalanx.group")
 
 Communicator = mx.distributed.Group
-"""The group over which ranks sum."""
+"""The group of ranks that run collectives together."""
 
 _MLX_NAME = {"jaccl-ring": "jaccl"}  # for MLX a variant of jaccl, which MLX_JACCL_RING selects
-ENTRY_BYTES = 2048  # of what a rank tells the others over the communicator; a certificate has about 700
+ENTRY_BYTES = 2048  # of a rank's `_Entry`; its certificate has about 700
 
 
 def join(backend: Backend, rank: int, size: int, nonce: int, *, where: str, deadline_s: float) -> Communicator:
@@ -61,7 +61,7 @@ def join(backend: Backend, rank: int, size: int, nonce: int, *, where: str, dead
 
 
 class _Entry(Struct, frozen=True, kw_only=True):
-    """What one rank tells the others over the communicator."""
+    """One rank's part of the exchange over the communicator."""
 
     certificate: str
     """PEM."""
@@ -71,11 +71,11 @@ class _Entry(Struct, frozen=True, kw_only=True):
     """Of rank 0: the nonce of this start."""
 
 
-def agree(group: Communicator, backend: Backend, host: str) -> tuple[GroupConfig, Credentials]:
+def exchange_credentials(group: Communicator, backend: Backend, host: str) -> tuple[GroupConfig, Credentials]:
     """Exchange certificates, and rank 0's control address, over the communicator.
 
-    For ranks that `mpirun` or `mlx.launch` started; phalanx's own launcher passes all this to every rank itself. The
-    certificates are new: a process outside the communicator cannot pass for a rank on the control connections.
+    For ranks that `mpirun` or `mlx.launch` started; phalanx's own launcher gives every rank all of this. The
+    certificates are new, so that only members of the communicator can open control connections.
 
     Args:
         host: the address at which the other ranks reach rank 0.
@@ -84,7 +84,7 @@ def agree(group: Communicator, backend: Backend, host: str) -> tuple[GroupConfig
         The group's configuration, with a free port of `host` for control connections, and this rank's credentials.
 
     Raises:
-        GroupError: what a rank has sent cannot be read.
+        GroupError: a rank's entry cannot be read; names the rank.
     """
     rank, size = group.rank(), group.size()
     mine = importlib.import_module("phalanx.tls.certificates").make_certificate(f"rank {rank}")
@@ -118,7 +118,7 @@ def _exchange(group: Communicator, mine: _Entry) -> list[_Entry]:
             entries.append(msgspec.json.decode(bytes(numbers), type=_Entry))
         except (ValueError, msgspec.DecodeError) as error:
             raise GroupError(
-                f"What rank {rank} has sent over the communicator cannot be read: {error}.",
+                f"The entry that rank {rank} sent over the communicator cannot be read: {error}.",
                 remedy="All ranks need the same version of phalanx.",
             ) from error
     return entries

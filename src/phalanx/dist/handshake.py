@@ -6,10 +6,9 @@
                                             <-    Admitted | Refused
                                             <-    Welcome | Refused    once the group is complete, or cannot form
 
-Between machines both ends show certificates: a worker accepts rank 0's only, and the leader accepts rank i's for rank i
-only. On one machine permissions of the socket's directory say who may connect (`control_address.py`). So any process
-may connect over TCP, and a connection is only a candidate until it is admitted: it gets little time and little memory,
-and cannot delay others. Does not know what the complete group does.
+Between machines both ends show certificates: a worker accepts only rank 0's, and the leader accepts rank i's only from
+rank i. On one machine the socket's directory is private (`control_address.py`). Any process may connect over TCP, so a
+connection is only a candidate until it is admitted: it gets little time and little memory, and cannot delay others.
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ from phalanx.tls.session import TlsSession
 
 log = logging.getLogger("phalanx.channel")
 
-MAX_CANDIDATES = 64  # one more drops one; a rank that was dropped connects again
+MAX_CANDIDATES = 64  # a further one replaces an older one; a rank that was dropped connects again
 CANDIDATE_BYTES = 1 << 14  # accepted from a candidate in all; TLS and a Hello take about 3,000
 WORKER_FRAME = 4 << 20  # bytes of a worker's message at most: figures and failures, never plans
-LOGGED_DROPS = 20  # further ones of a start are counted, so that strangers cannot fill a disk
+LOGGED_DROPS = 20  # further ones of a start are only counted, so that the log cannot fill a disk
 RETRY_S = 0.1  # between a worker's attempts to connect
-REASONS = 4  # the last different ones are told: a leader that is gone hides none of why it refused before
-OUTCOME_WAIT_S = 5.0  # a worker waits so much longer than the leader for the group, so that the leader reports first
+MAX_REASONS = 4  # in the error: the last different ones, so that an earlier refusal shows although the leader is gone
+OUTCOME_WAIT_S = 5.0  # extra time of a worker for the group to form, so that the leader reports first
 
 MUST_MATCH = ("version", "mlx", "mlx_lm", "fingerprint")
-"""Fields of `Identity` that must be equal on all ranks. An empty one is not known yet and is not compared."""
+"""Fields of `Identity` that must be equal on all ranks. An empty one is unknown and not compared."""
 
 _Expected = TypeVar("_Expected", Admitted, GroupWelcome)
 
@@ -65,7 +64,7 @@ class Member(NamedTuple):
 
     identity: Identity
     connection: FrameConnection
-    early: tuple[Message, ...] = ()  # messages that arrived together with the last one of the handshake
+    early: tuple[Message, ...] = ()  # that arrived together with the handshake's last message
 
 
 def mismatch(mine: Identity, hello: Hello, size: int, present: Iterable[Identity]) -> str:
@@ -141,7 +140,7 @@ class LeaderHandshake:
 
         Raises:
             PeerMissing: ranks did not join in time, or disconnected; names them.
-            PeerRefused: a rank connected that cannot be in this group; it gets the same message.
+            PeerRefused: a connected rank cannot be in this group; it gets the same message.
         """
         try:
             self._gather()
@@ -169,7 +168,7 @@ class LeaderHandshake:
         while len(self._members) < self._group.size - 1:
             now = time.monotonic()
             for candidate in [candidate for candidate in self._candidates if candidate.deadline <= now]:
-                self._drop(candidate, f"did not say who it is within {self._limits.admit_s:g} s")
+                self._drop(candidate, f"sent no Hello within {self._limits.admit_s:g} s")
             if now >= deadline:
                 raise self._missing()
             next_deadline = min([deadline, *(candidate.deadline for candidate in self._candidates)])
@@ -194,16 +193,16 @@ class LeaderHandshake:
     def _accept(self) -> None:
         try:
             accepted, address = self._listener.accept()
-        except OSError as error:  # it disconnected, or this process has too many open files: the leader goes on waiting
+        except OSError as error:  # it disconnected, or this process has too many open files; keep waiting
             self._log_drop("a connection could not be accepted: %s", error)
             return
         source = ("this machine", 0) if accepted.family == socket.AF_UNIX else address[:2]
         tls = None if self._context is None else TlsSession(self._context, server_side=True)
         candidate = _Candidate(accepted, source, tls, self._limits.admit_s)
         why = f"made room: {MAX_CANDIDATES} connections wait"
-        place = self._table.admit(candidate.source, lambda: self._drop(candidate, why))
-        assert place is not None, "candidates are idle: one makes way"
-        self._candidates[candidate] = place
+        slot = self._table.admit(candidate.source, lambda: self._drop(candidate, why))
+        assert slot is not None, "an idle candidate makes room"
+        self._candidates[candidate] = slot
         self._selector.register(candidate.connection, selectors.EVENT_READ, candidate)
 
     def _drop(self, candidate: _Candidate, why: str) -> None:
@@ -246,14 +245,14 @@ class LeaderHandshake:
 
     def _admit_or_refuse(self, candidate: _Candidate, hello: Hello) -> None:
         """Admit a rank of this start. A stranger is dropped; a rank that cannot be in the group ends the start."""
-        if stranger := self._stranger(candidate, hello):
+        if why := self._why_stranger(candidate, hello):
             refused = Refused(
                 GroupError.__name__,
-                f"The leader at this address, {self._me}, does not let in {hello.identity}, which {stranger}.",
+                f"The leader at this address, {self._me}, refuses {hello.identity}, which {why}.",
                 "Start all ranks by one command, and no other group on this port.",
             )
             candidate.connection.offer(encode(refused))
-            self._drop(candidate, stranger)
+            self._drop(candidate, why)
             return
         present = [member.identity for member in self._members.values()]
         if reason := mismatch(self._me, hello, self._group.size, present):
@@ -268,7 +267,7 @@ class LeaderHandshake:
         self._selector.modify(member.connection, selectors.EVENT_READ, member)
         log.info("%s on %s connected from %s", member.identity, member.identity.device, candidate.address)
 
-    def _stranger(self, candidate: _Candidate, hello: Hello) -> str:
+    def _why_stranger(self, candidate: _Candidate, hello: Hello) -> str:
         """Why a process is not a rank of this start, as a predicate; "" if it is one."""
         rank = hello.identity.rank
         if candidate.tls is not None and self._credentials is not None:
@@ -277,7 +276,7 @@ class LeaderHandshake:
                 whose = "an unknown certificate" if place is None else f"the certificate of rank {place}"
                 return f"says that it is rank {rank}, but shows {whose}"
         if hello.nonce != self._group.nonce:
-            return "is of another job, or of another start of this one"
+            return "belongs to another job, or to another start of this one"
         return ""
 
 
@@ -297,7 +296,7 @@ def join_leader(group: GroupConfig, credentials: Credentials | None, me: Identit
     Raises:
         PeerMissing: the leader was not reached before the deadline, or other ranks did not join.
         PeerRefused: this rank, or another one, cannot be in the leader's group.
-        GroupError: the leader is of another start, or does not accept that this is the rank that it says it is.
+        GroupError: the leader belongs to another start, or does not accept this rank's certificate.
     """
     deadline = time.monotonic() + limits.hello_s
     context = None if credentials is None else connecting(credentials, peer=0)
@@ -307,7 +306,7 @@ def join_leader(group: GroupConfig, credentials: Credentials | None, me: Identit
             return _attempt(group, context, me, left, limits)
         except (OSError, FrameError, _Retry) as error:
             if (reason := str(error)) not in reasons:
-                reasons = [*reasons, reason][-REASONS:]
+                reasons = [*reasons, reason][-MAX_REASONS:]
         time.sleep(min(RETRY_S, max(0.0, deadline - time.monotonic())))
     raise PeerMissing(
         f"{me} did not reach the leader at {group.control} within {limits.hello_s:g} s: "
@@ -334,7 +333,7 @@ def _attempt(
         reader.expect(Admitted, admit_by)
         try:
             leader = reader.expect(GroupWelcome, deadline + OUTCOME_WAIT_S).leader
-        except (OSError, FrameError, _Retry) as error:  # the leader knew this rank: another attempt is useless
+        except (OSError, FrameError, _Retry) as error:  # the leader had admitted this rank: another attempt is useless
             raise PeerMissing(f"{me} had joined, but the group did not form: {error}.") from error
         on_error.pop_all()
     return Member(leader, connection, tuple(reader.unread))
@@ -359,15 +358,15 @@ class _MessageReader:
         if isinstance(message, Refused):
             raise _ERRORS.get(message.kind, GroupError)(message.message, remedy=message.remedy)
         if not isinstance(message, kind):
-            raise _Retry(f"what listens there sent {type(message).__name__} instead of {kind.__name__}")
+            raise _Retry(f"the process there sent {type(message).__name__} instead of {kind.__name__}")
         return message
 
     def _read(self, deadline: float) -> None:
-        """Read what has arrived. A deadline that passed while this process stood still does not hide an answer."""
+        """Read once, even after the deadline: an answer may have arrived while this process was stopped."""
         left = deadline - time.monotonic()
         arrived = self._connection.wait_readable(max(0.0, left))
         if not arrived and left <= 0:
-            raise _Retry("what listens there did not answer in time")
+            raise _Retry("the process there did not answer in time")
         self.unread += self._connection.read()
         if self._connection.ended and not self.unread:
-            raise _Retry(f"what listens there {self._connection.ended}")
+            raise _Retry(f"the process there {self._connection.ended}")

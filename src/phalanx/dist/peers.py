@@ -23,7 +23,7 @@ class Identity(Struct, frozen=True, kw_only=True):
     mlx_lm: str
     python: str
     device: str
-    fingerprint: str = ""  # of the model's files; "" if not known yet
+    fingerprint: str = ""  # of the model's files; "" if unknown
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
@@ -33,17 +33,17 @@ class WatchdogLimits(Struct, frozen=True, kw_only=True):
     """Time limits of the control channel, in seconds."""
 
     hello_s: float = 30.0  # until all ranks must have joined
-    admit_s: float = 5.0  # until a new connection must have said which rank it is, and the leader answered
-    silence_s: float = 2.0  # without a byte from a rank, while serving, until it counts as lost
-    loading_silence_s: float = 60.0  # the same before serving: loading holds the interpreter's lock for long
+    admit_s: float = 5.0  # until a new connection must have sent its Hello and got the leader's answer
+    silence_s: float = 2.0  # without a byte from a rank until it counts as lost, while serving
+    loading_silence_s: float = 60.0  # the same during the start: loading holds the GIL for long
     heartbeat_s: float = 0.25  # between heartbeats
-    stall_grace_s: float = 2.0  # that workers wait longer than the leader before they report a stalled step
+    stall_grace_s: float = 2.0  # extra time that workers give the leader to report a stalled step
 
     def __post_init__(self) -> None:
         if not 0 < 2 * self.heartbeat_s <= min(self.silence_s, self.loading_silence_s):
             raise ConfigError(
-                f"A rank that beats every {self.heartbeat_s:g} s is not silent after {self.silence_s:g} s.",
-                remedy="The silence limit must be at least twice the beat.",
+                f"A silence limit of {self.silence_s:g} s is too short for a heartbeat every {self.heartbeat_s:g} s.",
+                remedy="The limit must be at least twice that period.",
             )
 
 
@@ -121,7 +121,7 @@ class Heartbeat(Struct, frozen=True, tag="Heartbeat"):
 
 
 class Goodbye(Struct, frozen=True, tag="Goodbye"):
-    """The sender's last message. Without a failure, it leaves in order."""
+    """The sender's last message: with a failure, or because it leaves normally."""
 
     reason: str
     failure: PeerFailure | None = None

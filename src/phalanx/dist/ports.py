@@ -34,9 +34,9 @@ def free_ports(count: int, address: str = LOOPBACK) -> list[int]:
                 if error.errno not in TAKEN:
                     raise
             else:
-                stack.enter_context(probe)  # stays bound until all are found, so that each is found once
+                stack.enter_context(probe)  # bound until all are found, so that no port is found twice
                 found.append(port)
     if len(found) < count:
         taken = f"all ports from {PORTS[0]} to {PORTS[-1]} of {address} are taken"
-        raise OSError(errno.EADDRINUSE, f"{taken}: end what listens there")
+        raise OSError(errno.EADDRINUSE, f"{taken}: end programs that listen there")
     return found

@@ -1,10 +1,9 @@
-"""Runs a command in a network of its own, in which there is nothing but loopback; a script, and the arguments for it.
+"""Runs a command in a network namespace with only loopback. A script, and the function that makes its command line.
 
 For `mpirun` and its ranks on one machine: Open MPI's daemon listens on all addresses, whatever its settings, and obeys
 every process that connects. Linux gives a process a network namespace of its own, which no other process can reach;
 unprivileged users get one together with a user namespace. Where the system refuses both, the command runs in the
-machine's network, and a line on stderr says so. Sockets of the file system are not affected. Imports no other part of
-phalanx, for speed.
+machine's network, and a line on stderr says so. Unix sockets still work. Imports no other part of phalanx, for speed.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ REQUEST = "16sh22x"  # struct ifreq: a name and its flags
 
 REFUSED = (
     "this system allows no private network, so Open MPI's daemon (prterun) listens on all addresses of this machine: "
-    "let no stranger reach it, or use --backend ring"
+    "block these ports for other machines and users, or use --backend ring"
 )
 
 
 def in_private_network(command: Sequence[str]) -> list[str]:
-    """The command that runs `command` in a network of its own; `command` itself on systems other than Linux."""
+    """The command that runs `command` in a private network; `command` itself on systems other than Linux."""
     return [sys.executable, "-I", "-S", __file__, *command] if sys.platform == "linux" else list(command)
 
 
 def main() -> None:
-    """Enter a new network and become the command of `sys.argv`; without one, say by the exit status if that works."""
+    """Enter a private network and run the command of `sys.argv`; without one, exit with 0 if entering works."""
     command = sys.argv[1:]
     entered = enter()
     if not command:
@@ -50,8 +49,7 @@ def main() -> None:
 def enter() -> bool:
     """Move this process into a new network with loopback; False if the system does not allow it.
 
-    A child tries it first: Ubuntu allows the namespaces and then refuses all that makes them useful, when there is no
-    way back.
+    A child tries it first: Ubuntu allows the namespaces, refuses to set them up, and the process cannot go back.
     """
     child = os.fork()
     if child == 0:

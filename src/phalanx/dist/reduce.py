@@ -1,12 +1,12 @@
-"""The checked sum over ranks: algorithm-based fault tolerance for a collective backend that may deliver anything.
+"""The checked all-reduce: algorithm-based fault tolerance against corrupt buffers.
 
-No backend detects a garbage, stale, zero or permuted buffer. So every summed vector carries a checksum under random
-signs of its site in the model (Huang and Abraham, 1984), and a tag that changes with every forward. After the sum, each
-rank compares the received checksum with the sum's own, up to what rounding can change in vectors of that magnitude. At
-the end of a forward the ranks sum their verdicts on all sites, so that every rank knows of a fault on any rank before a
-token is committed, and can name the layer.
+No collective backend detects a garbage, stale, zero or permuted buffer. So every vector to be summed carries a checksum
+under random signs of its site in the model (Huang and Abraham, 1984), and a tag that changes with every forward. After
+the all-reduce, each rank compares the received checksum with the checksum of the sum, up to the rounding error of
+vectors of that magnitude. At the end of a forward the ranks all-reduce their verdicts on all sites, so that every rank
+knows of a fault on any rank before a token is committed, and can name the layer.
 
-One engine thread owns the group: a group used from two threads gives wrong sums.
+One engine thread owns the group: MLX computes wrong sums if two threads use it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ OUTSTANDING = 4  # last reductions kept until they are evaluated: parallel branc
 
 
 class FaultInjector(Protocol):
-    """Corrupts buffers that the collective backend delivered, to inject faults (`corrupt_buffer.py`)."""
+    """Corrupts received buffers, to inject faults (`corrupt_buffer.py`)."""
 
     def at_step(self, step: int) -> None:
         """Set the number of the step that begins."""
 
     def __call__(self, wire: mx.array, forward: int, site: int) -> mx.array:
-        """The buffer that this rank uses instead of `wire`."""
+        """The buffer to use instead of `wire`."""
 
 
 class Site(NamedTuple):
@@ -44,7 +44,7 @@ class Site(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """One reduction of a forward."""
+    """One all-reduce of a forward."""
 
     site: int
     rows: int
@@ -52,7 +52,7 @@ class Reduction(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """One reduction, and the figures that decide whether its sums are right."""
+    """One all-reduce, and the figures by which it is judged."""
 
     summed: Reduction
     figures: mx.array  # [rows, 3]: residual of the checksum, magnitude, tag
@@ -67,13 +67,13 @@ class Tally:
 
 
 class Reducer:
-    """Sums over the ranks of one group, and judges the sums of each forward.
+    """All-reduces over the ranks of one group, and judges them after each forward.
 
     Args:
-        group: None for a single rank, whose sums are its own vectors.
-        checked: whether sums carry checksums. Without them, the reducer only keeps the evaluation order.
+        group: None for a single rank, which returns its own vectors.
+        checked: whether vectors carry checksums. Without them, the reducer only keeps the evaluation order.
         fault: corrupts received buffers, for tests.
-        checksum: how checksums are computed; with MLX's own operations by default.
+        checksum: the implementation of checksums; by default of MLX's own operations.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Reducer:
         self.names = [f"rank {rank}" for rank in range(self.size)]
         """The ranks' names in messages."""
         self.foreign = False
-        """Whether the model has other collectives as well (mlx-lm's own, which no layer of phalanx replaces)."""
+        """Whether the model also has collectives of mlx-lm, which this reducer does not check."""
         self.sites: list[Site] = []
         self.tally = Tally()
         self._fault = fault
@@ -142,8 +142,8 @@ class Reducer:
     def finish(self) -> list[mx.array]:
         """End a forward whose graph is built. Returns the arrays to evaluate next, in this order, on every rank.
 
-        Collectives pair up in evaluation order, so all ranks must evaluate the same arrays. If sums are checked, the
-        last array is the verdict.
+        Collectives pair up in evaluation order, so all ranks must evaluate the same arrays. With checksums, the last
+        array is the verdict.
         """
         outstanding, self._outstanding = self._outstanding, []
         self._summed = [result.summed for result in self._results]
@@ -154,18 +154,18 @@ class Reducer:
         return [*outstanding, verdict]
 
     def discard(self) -> None:
-        """Drop reductions that no rank has evaluated."""
+        """Drop all-reduces that no rank has evaluated."""
         self._results, self._outstanding, self._summed = [], [], []
 
     # -- replayed forwards (the graph cache) -------------------------------------------------------------------------
 
     @property
     def repeats(self) -> bool:
-        """Whether every forward has the same operations for its sums, so that its graph can be captured."""
+        """Whether all forwards have the same operations for their all-reduces, so that graphs can be captured."""
         return self._fault is None and not self.foreign
 
     def tags(self) -> list[mx.array]:
-        """The forward's tag and the sum of it over ranks: the only inputs of checksums that differ between forwards."""
+        """The forward's tag and its sum over ranks: the only inputs of checksums that differ between forwards."""
         if self._traced_tags is not None:
             return self._traced_tags
         if not self.checked:
@@ -218,13 +218,13 @@ class Reducer:
         sites = [name for name, _ in corrupt]
         where = ", ".join(sites[:4]) + (f" and {len(sites) - 4} more" if len(sites) > 4 else "")
         raise CollectiveFault(
-            f"step {step}: the sum over ranks is wrong at {where or 'the verdict itself'} "
+            f"step {step}: the all-reduce is wrong at {where or 'the verdict itself'} "
             f"(checksum or tag) on {self._failing_ranks([bits for _, bits in corrupt])}.",
             remedy="A wrong buffer was delivered. If it happens again, check cables and run `phalanx selftest`.",
         )
 
     def _failing_ranks(self, flags: list[float]) -> str:
-        """Names of the ranks whose bit is set in verdicts; of this one, if the verdicts themselves are corrupt."""
+        """Names of the ranks whose bit is set in verdicts; of this rank if the verdicts are corrupt."""
         if not flags or not all(bits.is_integer() and 0 < bits < 1 << self.size for bits in flags):
             return f"{self.names[self.rank]}, at least"
         union = 0
@@ -235,7 +235,7 @@ class Reducer:
     # -- the checksum ----------------------------------------------------------------------------------------------
 
     def _tag(self) -> int:
-        """Differs between consecutive forwards. Its sum over ranks is at most 256, and so exact in every dtype."""
+        """The forward's tag, unlike the last one's. Its sum over ranks is at most 256: exact in every dtype."""
         period = max(1, 256 // self.size)
         return 1 + self.tally.forwards % period
 
@@ -249,10 +249,9 @@ class Reducer:
         return self._signs[site]
 
     def _verdict(self) -> mx.array:
-        """[reductions + 1]: for each reduction a bit per rank on which it failed; last, the sum of the verdict's tags.
+        """[reductions + 1]: for each all-reduce a bit per rank on which it failed; last, the sum of the verdict's tags.
 
-        Reductions with equal numbers of rows are judged together, because operations per reduction would cost as often
-        as the model has layers.
+        All-reduces of equally many rows are judged together: separate operations would cost once per layer.
         """
         flags: list[mx.array] = []
         tag, sum_of_tags = self.tags()
@@ -264,7 +263,7 @@ class Reducer:
         return mx.distributed.all_sum(mx.concatenate([*flags, tag.reshape(1)]), group=self.group)
 
     def _limits_of(self, summed: list[Reduction]) -> mx.array:
-        """The largest residual that rounding can leave, [k, 2]: a, b of a * magnitude + b for each reduction."""
+        """[k, 2]: a, b of the largest residual that rounding can leave, a * magnitude + b, for each all-reduce."""
         key = tuple((entry.site, entry.dtype) for entry in summed)
         if (limits := self._limits.get(key)) is None:
             widths = [(self.sites[site].width, dtype) for site, dtype in key]

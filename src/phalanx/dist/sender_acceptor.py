@@ -1,8 +1,8 @@
-"""Accepts the one connection of a stage's sender, among strangers: each is examined, dropped and named in the log.
+"""Accepts the connection of a stage's sender. Any process may connect; the acceptor drops and logs the others.
 
-A connection is a candidate until it has shown the sender's certificate, where there is TLS, and said which rank of
-which start it is. When there are `MAX_CANDIDATES`, one more ends an older one (`http/connection_table.py`). A sender
-that is dropped all the same connects again. Does not know frames.
+A connection is a candidate until it has shown the sender's certificate, where there is TLS, and sent its rank and the
+start's nonce. A candidate beyond `MAX_CANDIDATES` replaces an older one (`http/connection_table.py`); a sender that was
+dropped connects again.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from phalanx.tls.failures import predicate_of
 log = logging.getLogger("phalanx.channel")
 
 HELLO_BYTES = 16  # nonce and rank of the sender
-WELCOME = b"+"  # the answer to it: the sender would not notice else that its connection was given up
+WELCOME = b"+"  # the answer, without which the sender could not notice that its connection was dropped
 HANDSHAKE_S = 5.0  # two round trips, but this host may be busy
 MAX_CANDIDATES = 16  # each is a thread
-LOGGED_DROPS = 20  # further ones of a start are counted, so that strangers cannot fill a disk
-LOOK_S = 0.1  # between looks at whether the sender is there
+LOGGED_DROPS = 20  # further ones of a start are only counted, so that the log cannot fill a disk
+POLL_S = 0.1  # between checks whether a candidate was the sender
 
 
 class SenderAcceptor:
@@ -34,8 +34,8 @@ class SenderAcceptor:
     Args:
         listener: belongs to the caller.
         context: accepts the sender's certificate; None without TLS.
-        hello: what the sender says first.
-        name: of both ends, for the log.
+        hello: the sender's first bytes.
+        name: names both ends, for the log.
     """
 
     def __init__(self, listener: socket.socket, context: ssl.SSLContext | None, hello: bytes, name: str) -> None:
@@ -51,37 +51,37 @@ class SenderAcceptor:
 
     def accept(self, deadline: float) -> socket.socket | None:
         """The sender's connection; None if it did not come in time (monotonic seconds)."""
-        self._listener.settimeout(LOOK_S)
+        self._listener.settimeout(POLL_S)
         try:
             while time.monotonic() < deadline:
                 with contextlib.suppress(queue.Empty):
                     return self._found.get_nowait()
-                with contextlib.suppress(OSError):  # none came meanwhile, or it has gone again
-                    self._take(*self._listener.accept())
+                with contextlib.suppress(OSError):  # no connection came, or it was closed at once
+                    self._start_examining(*self._listener.accept())
             return None
         finally:
             if (more := self._drops - LOGGED_DROPS) > 0:
                 log.warning("%s: %d more connections were dropped", self._name, more)
 
-    def _take(self, candidate: socket.socket, address: tuple[str, int] | str) -> None:
+    def _start_examining(self, candidate: socket.socket, address: tuple[str, int] | str) -> None:
         """Examine a connection in a thread of its own."""
         source = address[0] if isinstance(address, tuple) else "this machine"
         candidate.settimeout(HANDSHAKE_S)
         if self._context is not None:
             candidate = self._context.wrap_socket(candidate, server_side=True, do_handshake_on_connect=False)
         with self._lock:
-            place = self._table.admit(source, lambda: self._make_room(candidate))
-            assert place is not None, "candidates are idle: one makes way"
-            self._candidates[candidate] = place
+            slot = self._table.admit(source, lambda: self._make_room(candidate))
+            assert slot is not None, "an idle candidate makes room"
+            self._candidates[candidate] = slot
         threading.Thread(target=self._examine, args=(candidate, source), name="stage candidate", daemon=True).start()
 
     def _make_room(self, candidate: socket.socket) -> None:
         del self._candidates[candidate]
-        _end(candidate)
+        _shut_down(candidate)
 
     def _examine(self, candidate: socket.socket, source: str) -> None:
-        """Welcome the sender; drop anything else."""
-        why = self._stranger(candidate)
+        """Welcome the sender; drop any other process."""
+        why = self._why_stranger(candidate)
         if not self._forget(candidate):
             why = f"made room: {MAX_CANDIDATES} connections wait"
         if not why:
@@ -95,21 +95,21 @@ class SenderAcceptor:
         self._log_drop(source, why)
         close(candidate)
 
-    def _stranger(self, candidate: socket.socket) -> str:
+    def _why_stranger(self, candidate: socket.socket) -> str:
         """Why this is not the sender, as a predicate; "" if it is."""
-        said = b""
+        received = b""
         try:
             if isinstance(candidate, ssl.SSLSocket):
                 candidate.do_handshake()
-            while len(said) < HELLO_BYTES and (piece := candidate.recv(HELLO_BYTES - len(said))):
-                said += piece
+            while len(received) < HELLO_BYTES and (piece := candidate.recv(HELLO_BYTES - len(received))):
+                received += piece
         except TimeoutError:
-            return f"did not say who it is within {HANDSHAKE_S:g} s"
+            return f"sent no Hello within {HANDSHAKE_S:g} s"
         except OSError as error:
             return predicate_of(error) if isinstance(error, ssl.SSLError) else "lost its connection"
-        if said == self._hello:
+        if received == self._hello:
             return ""
-        return "is not that rank of this start" if said else "closed its connection"
+        return "is not that rank of this start" if received else "closed its connection"
 
     def _log_drop(self, source: str, why: str) -> None:
         with self._lock:
@@ -121,18 +121,18 @@ class SenderAcceptor:
     def _forget(self, candidate: socket.socket) -> bool:
         """Remove a candidate. Returns False if it was removed before, to make room."""
         with self._lock:
-            if (place := self._candidates.pop(candidate, None)) is not None:
-                self._table.remove(place)
-            return place is not None
+            if (slot := self._candidates.pop(candidate, None)) is not None:
+                self._table.remove(slot)
+            return slot is not None
 
 
-def _end(connected: socket.socket) -> None:
-    """End a connection on which another thread may wait, which closes it."""
+def _shut_down(connected: socket.socket) -> None:
+    """End a connection. Another thread may be waiting on it, and then closes it."""
     with contextlib.suppress(OSError):
-        socket.socket.shutdown(connected, socket.SHUT_RDWR)  # TLS's own one would let that thread read plain text
+        socket.socket.shutdown(connected, socket.SHUT_RDWR)  # SSLSocket.shutdown would let that thread read plain text
 
 
 def close(connected: socket.socket) -> None:
-    """Close a socket on which another thread may wait."""
-    _end(connected)
+    """Close a socket on which another thread may be waiting."""
+    _shut_down(connected)
     connected.close()

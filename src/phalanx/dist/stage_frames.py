@@ -1,9 +1,8 @@
-"""Frames between pipeline stages: activations with a header that says what they are, and what the receiver checks.
+"""Frames of hidden states between pipeline stages: their header, and the receiver's checks. Bytes in, bytes out.
 
-A stage sends the output of each forward to the next stage, whole or in slices, once its own sums are judged right. The
-header has two checksums, one of itself and one of the payload. The receiver knows from the plan which frames come, in
-which order: any other frame is a named error, and the group stops. Bytes in, bytes out. Does not know sockets, arrays,
-nor which ranks are linked (`topology.py`).
+A stage sends the output of each forward to the next stage, whole or in slices, once its own all-reduces are checked.
+The header has two checksums, one of itself and one of the payload. The receiver knows the frames and their order from
+the plan: any other frame is a named error and ends the group.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from phalanx.errors import (
 
 MAGIC = b"PXS1"  # its digit is the version of this layout
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Bytes of an element; on the wire a dtype is its place here."""
+"""Bytes of an element; a header has the dtype's index here."""
 _FIELDS = struct.Struct("<4sQII B 3I QI")  # magic; step, forward, slice; dtype; shape; bytes, CRC of payload
-_SEAL = struct.Struct("<I")  # CRC of the fields
-HEADER_BYTES = _FIELDS.size + _SEAL.size
+_CRC = struct.Struct("<I")  # of the fields
+HEADER_BYTES = _FIELDS.size + _CRC.size
 
 Payload = bytes | bytearray | memoryview
 
 
 class Frame(Struct, frozen=True):
-    """Which activations a frame has."""
+    """Identifies a frame's hidden states."""
 
     step: int
     forward: int  # of the step
@@ -51,7 +50,7 @@ class Frame(Struct, frozen=True):
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """What orders frames."""
+        """The frames of a link are in this order."""
         return self.step, self.forward, self.slice
 
     def __str__(self) -> str:
@@ -72,21 +71,21 @@ def encode(frame: Frame, payload: Payload) -> bytes:
     dtype = list(DTYPES).index(frame.dtype)
     crc = zlib.crc32(payload)
     fields = _FIELDS.pack(MAGIC, *frame.place, dtype, *frame.shape, len(payload), crc)
-    return fields + _SEAL.pack(zlib.crc32(fields))
+    return fields + _CRC.pack(zlib.crc32(fields))
 
 
 def decode(header: bytes, link: str) -> Header:
     """The contents of a header, [HEADER_BYTES].
 
     Args:
-        link: the names of both ends, for errors.
+        link: names both ends, for errors.
 
     Raises:
-        FrameCorrupted: a bit of the header is not what was sent.
-        StageLinkError: the header is of another layout.
+        FrameCorrupted: the header was changed on the way.
+        StageLinkError: the header has another layout.
     """
-    fields, (seal,) = header[: _FIELDS.size], _SEAL.unpack_from(header, _FIELDS.size)
-    if zlib.crc32(fields) != seal:
+    fields, (own_crc,) = header[: _FIELDS.size], _CRC.unpack_from(header, _FIELDS.size)
+    if zlib.crc32(fields) != own_crc:
         raise FrameCorrupted(f"{link}: a frame's header was corrupted on the way: its checksum is wrong.")
     magic, step, forward, slice_, dtype, *shape, n_bytes, crc = _FIELDS.unpack(fields)
     if magic != MAGIC or dtype >= len(DTYPES):
@@ -99,26 +98,26 @@ def decode(header: bytes, link: str) -> Header:
 
 
 class FrameSequence:
-    """The frames that one link has to bring, in order. The receiver's check.
+    """The receiver's check: one link's expected frames, in order.
 
     For each frame: `expect` when the plan arrives, `begin` with its header, `end` with its payload. All raise errors
-    that name the link and the frame; after one, the link cannot be used any further.
+    that name the link and the frame; after one, the link is unusable.
 
     Args:
-        link: the names of both ends, for errors.
+        link: names both ends, for errors.
     """
 
     def __init__(self, link: str) -> None:
         self._link = link
-        self._expected: deque[tuple[Frame, float]] = deque()  # with the time by which each must be here
+        self._expected: deque[tuple[Frame, float]] = deque()  # with the latest time of arrival of each
         self._last: tuple[int, int, int] = (-1, 0, 0)  # the place of the last frame that was expected
         self._arriving: Header | None = None
 
     def expect(self, frame: Frame, due: float) -> None:
-        """A frame will come, after those expected before. Changes state.
+        """Expect a frame, after those expected before. Changes state.
 
         Args:
-            due: the time by which it must be here.
+            due: its latest time of arrival.
         """
         if frame.place <= self._last:
             raise ValueError(f"{self._link}: {frame} does not follow {self._last}")
@@ -126,15 +125,15 @@ class FrameSequence:
         self._last = frame.place
 
     def begin(self, header: bytes) -> int:
-        """A header arrives: it must be that of the next expected frame. Changes state.
+        """Check an arriving header, which must be the next expected frame's. Changes state.
 
         Returns:
             The bytes of payload that follow.
 
         Raises:
             FrameCorrupted, StageLinkError: as `decode`.
-            FrameRepeated: the frame has been here before.
-            FrameLost: it is a later frame.
+            FrameRepeated: the frame came before.
+            FrameLost: a later frame came.
             FrameMismatch: no such frame was planned, or its dtype or shape is not the plan's.
         """
         arriving = decode(header, self._link)
@@ -145,7 +144,7 @@ class FrameSequence:
             raise FrameMismatch(f"{self._link}: the frame of {frame} is not planned.")
         expected = self._expected[0][0]
         if frame.place < expected.place:
-            raise FrameRepeated(f"{self._link}: the frame of {frame} came again; that of {expected} was to come.")
+            raise FrameRepeated(f"{self._link}: the frame of {frame} came again; that of {expected} was expected.")
         if frame.place > expected.place:
             raise FrameLost(f"{self._link}: the frame of {expected} was lost; that of {frame} came instead.")
         for name, sent, planned in (
@@ -158,10 +157,10 @@ class FrameSequence:
         return frame.n_bytes
 
     def end(self, payload: Payload) -> None:
-        """The payload of the frame that `begin` accepted is here, and may be used. Changes state.
+        """Check the payload of the frame that `begin` accepted. Changes state.
 
         Raises:
-            FrameCorrupted: a bit of it is not what was sent.
+            FrameCorrupted: the payload was changed on the way.
         """
         arriving, self._arriving = self._arriving, None
         assert arriving is not None, "a payload without a header"
@@ -171,6 +170,6 @@ class FrameSequence:
         self._expected.popleft()
 
     def check_time(self, now: float) -> None:
-        """Raise `FrameLate` if the next frame should be here by now."""
+        """Raise `FrameLate` if the next frame is overdue."""
         if self._expected and now >= self._expected[0][1]:
             raise FrameLate(f"{self._link}: the frame of {self._expected[0][0]} did not come in time.")

@@ -9,8 +9,8 @@ from phalanx.dist.peers import Heartbeat, Identity, PeerFailure
 from phalanx.errors import ExitCode
 
 ALL_INSIDE = 1.25
-"""Of the limit, before a step counts as stuck that every rank has reached. A stage that waits for its input names the
-link before (`engine/stages.py`)."""
+"""Times the limit: when a step that every rank has reached counts as stuck. A stage that waits for its input reports
+its link earlier (`engine/stages.py`)."""
 
 
 class StepPosition(NamedTuple):
@@ -32,10 +32,10 @@ def stalled(
     *,
     grace_s: float = 0.0,
 ) -> PeerFailure | None:
-    """The failure of a step that takes longer than its limit; None while it does not.
+    """The failure of a step that exceeds its limit; None within the limit.
 
-    The failure names the ranks that have not reached the step, by their heartbeats; if there are none, it names all
-    ranks that are in it, somewhat later.
+    It names the ranks that have not reached the step, by their heartbeats. If all have, it comes somewhat later and
+    names all that are in the step.
 
     Args:
         now: seconds on the clock of `position.since`.

@@ -1,4 +1,4 @@
-"""Which rank is where in the pipeline, and which layers each stage has.
+"""Places ranks in the pipeline, and splits the layers over its stages.
 
 A stage is a tensor-parallel group with layers of its own; the stages may differ in width. Ranks are numbered from the
 last stage to the first, so that rank 0, the leader, is on the first host and in the stage that has the logits, and
@@ -29,7 +29,7 @@ class Topology(Struct, frozen=True):
     """The ranks of a pipeline.
 
     Args:
-        widths: ranks of each stage, that of the embedding first.
+        widths: number of ranks of each stage; the stage with the embedding comes first.
     """
 
     widths: tuple[int, ...]
@@ -52,7 +52,7 @@ class Topology(Struct, frozen=True):
         return sum(self.widths)
 
     def ranks(self, stage: int) -> range:
-        """The global ranks of a stage, by their rank in it."""
+        """The global ranks of a stage, in the order of their tensor-parallel ranks."""
         first = sum(self.widths[stage + 1 :])
         return range(first, first + self.widths[stage])
 
@@ -71,8 +71,8 @@ class Topology(Struct, frozen=True):
     def sender(self, rank: int) -> int | None:
         """The rank of the stage before that sends to this one; None in the first stage.
 
-        All ranks of a stage have its whole output. So a rank needs one sender, and where the stage before is narrower,
-        that one sends to several ranks.
+        All ranks of a stage have its whole output, so a rank needs one sender. If the stage before is narrower, a
+        rank sends to several.
         """
         stage, tp_rank = self.place(rank)
         if stage == 0:
@@ -81,7 +81,7 @@ class Topology(Struct, frozen=True):
         return before[tp_rank % len(before)]
 
     def receivers(self, rank: int) -> tuple[int, ...]:
-        """The ranks of the next stage that this one sends to: none in the last stage, or where that one is narrower."""
+        """The ranks of the next stage that this one sends to; may be none if that stage is narrower."""
         stage = self.place(rank).stage
         if stage == self.n_stages - 1:
             return ()
@@ -92,16 +92,16 @@ class Topology(Struct, frozen=True):
 
 
 class LayerCost(Struct, frozen=True):
-    """What a layer, the embedding or the head needs."""
+    """Memory and time of a layer, the embedding or the head."""
 
     split: int
     """Bytes that the ranks of a stage share equally."""
     whole: int = 0
     """Bytes that each rank of the stage has."""
     cost: float = 0.0
-    """Time that a token takes on one machine of speed 1, in any unit: the bytes that are read for it, for instance."""
+    """A token's time on one machine of speed 1, in any unit, such as the bytes that it reads."""
     chunk_cost: float = 0.0
-    """Time that a chunk of a prompt takes there, in any unit: its arithmetic, for instance."""
+    """The time of a prompt's chunk there, in any unit, such as its arithmetic."""
 
     def bytes_of(self, width: int) -> int:
         """Bytes on each rank of a stage of this width."""
@@ -109,14 +109,13 @@ class LayerCost(Struct, frozen=True):
 
 
 class Parts(Struct, frozen=True):
-    """What a model consists of. With tied embeddings the embedding and the head are the same weights, and both count:
-    they are in different stages."""
+    """The parts of a model. Tied embedding and head both count: they are in different stages."""
 
     embedding: LayerCost
     layers: tuple[LayerCost, ...]
     head: LayerCost
     everywhere: LayerCost = LayerCost(split=0)
-    """What every stage has."""
+    """Weights that every stage has."""
 
     def between(self, start: int, stop: int) -> list[LayerCost]:
         """The parts of a stage that has the layers `[start, stop)`."""
@@ -126,17 +125,17 @@ class Parts(Struct, frozen=True):
 
 
 class Room(Struct, frozen=True):
-    """What one rank's machine can give it."""
+    """One rank's memory and speed."""
 
     host: str
     bytes: int
     """Memory for this rank's weights."""
     speed: float = 1.0
-    """Relative to the other machines."""
+    """Of its machine, relative to the others."""
 
 
 class _Load(NamedTuple):
-    """What layers ask of the machines; the smaller one is better."""
+    """The cost of a choice of layers; smaller is better."""
 
     missing: int  # bytes, of all ranks
     chunk: float  # time of the slowest stage for a chunk of a prompt
@@ -154,8 +153,8 @@ def split_layers(
     slowest of its machines.
 
     Args:
-        rooms: of each global rank.
-        chosen: the number of layers of each stage, if the user has chosen them.
+        rooms: by global rank.
+        chosen: the number of layers of each stage, if the user has set them.
 
     Raises:
         ConfigError: the numbers of layers and stages do not fit together.
@@ -255,7 +254,7 @@ def _best(
 
 
 def _load(parts: Sequence[LayerCost], rooms: Sequence[Room]) -> _Load:
-    """What these parts ask of a stage's machines."""
+    """The load of these parts on a stage's machines."""
     needed = _bytes_of(parts, rooms)
     missing = sum(max(0, needed - room.bytes) for room in rooms)
     speed = len(rooms) * min(room.speed for room in rooms)

@@ -36,7 +36,7 @@ from phalanx.dist.stall import StepPosition, stalled
 from phalanx.errors import ExitCode, FrameError, PeerLost
 
 SYMPTOMS = {ExitCode.CRASH: 0, ExitCode.PEER_LOST: 1}
-"""Exit codes that name a symptom, with their weights. A failure of a higher weight replaces one of a lower weight."""
+"""Exit codes that name a symptom, with their weights. A failure replaces one of a lower weight."""
 CAUSE = 2  # weight of all other codes
 FINAL = 3  # weight, for a worker, of the leader's decision
 
@@ -59,7 +59,7 @@ class Peer:
         self.last_heard = now
         self.heartbeat = Heartbeat()
         self.inbox: queue.SimpleQueue[bytes | PeerFailure | None] = queue.SimpleQueue()
-        """Payloads; then None if the group ended in order, or the failure that ended it."""
+        """Payloads; at the end None if the group ended normally, else its failure."""
 
 
 def write_stderr(line: str) -> None:
@@ -71,7 +71,7 @@ def write_stderr(line: str) -> None:
 
 
 def exit_on_failure(me: Identity) -> Callable[[PeerFailure], NoReturn]:
-    """The default `on_failure`: writes one line to stderr and exits at once, whatever other threads are doing."""
+    """The default `on_failure`: writes one line to stderr and exits at once."""
 
     def end(failure: PeerFailure) -> NoReturn:
         write_stderr(f"{me} ends with status {int(failure.code)} ({failure.code.name}): {failure}")
@@ -98,9 +98,9 @@ class Watchdog:
         leads: bool,
     ) -> None:
         self.wakeups = 0
-        """How often the loop ran; a few times a second in an idle group."""
+        """Rounds of the loop; a few per second in an idle group."""
         self.on_notice: Callable[[bytes], object] | None = None
-        """Called on the watchdog's thread with what a worker says unasked."""
+        """Called on the watchdog's thread with each `Notice` of a worker."""
         self._me = me
         self._limits = limits
         self._on_failure = on_failure
@@ -121,9 +121,9 @@ class Watchdog:
         self._suspected: PeerFailure | None = None
         self._weight = 0  # of the suspected failure
         self._decide_at = 0.0
-        self._heartbeat_sent = boot_time()  # including seconds in which the process was stopped
-        self._own_silence_s = 0.0  # how long this rank was silent, when it was last silent for long
-        self._own_silence_until = 0.0  # until then (by the AwakeClock) that silence explains failures of other ranks
+        self._heartbeat_sent = boot_time()  # this clock also runs while the process is stopped
+        self._own_silence_s = 0.0  # the last long silence of this rank
+        self._own_silence_until = 0.0  # time (of the AwakeClock) until which that silence explains others' failures
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -150,7 +150,7 @@ class Watchdog:
 
     @property
     def silence_s(self) -> float:
-        """Seconds without a byte from a peer after which it now counts as lost."""
+        """Seconds without a byte after which a peer counts as lost: more during the start."""
         return self._limits.loading_silence_s if self._serving_since is None else self._limits.silence_s
 
     def fail(self, failure: PeerFailure) -> NoReturn:
@@ -165,7 +165,7 @@ class Watchdog:
         raise PeerLost(f"{failure}.")
 
     def send(self, peer: Peer, data: bytes) -> None:
-        """Send a frame. A peer that does not read it within `silence_s` ends the group."""
+        """Send a frame. If the peer does not read it within `silence_s`, the group ends."""
         try:
             peer.connection.send(data, self.silence_s)
         except TimeoutError as error:
@@ -176,7 +176,7 @@ class Watchdog:
             )
 
     def close(self, reason: str) -> None:
-        """Leave without a failure: send a Goodbye, wait up to `CLOSE_S` for the others to close, then close."""
+        """Leave normally: send a Goodbye, wait up to `CLOSE_S` for the other ranks to close, then close."""
         self._closing = True
         goodbye = encode(Goodbye(reason))
         for peer in self.peers:
@@ -199,14 +199,14 @@ class Watchdog:
             else:
                 self._end_group(failure)
         finally:
-            if not self._ended.is_set():  # an error in the watchdog or in `on_failure`: end the process all the same
+            if not self._ended.is_set():  # an error in the watchdog or in `on_failure` must end the process too
                 traceback.print_exc()
                 exit_on_failure(self._me)(
                     failure or PeerFailure.of(self._me, ExitCode.CRASH, "lost its watchdog by an error")
                 )
 
     def _watch(self) -> PeerFailure | None:
-        """The loop. Returns the failure that ends the group; None if the group ended in order."""
+        """The loop. Returns the failure that ends the group; None if it ended normally."""
         with selectors.DefaultSelector() as selector:
             for peer in self.peers:
                 selector.register(peer.connection, selectors.EVENT_READ, peer)
@@ -236,7 +236,7 @@ class Watchdog:
         return min(max(0.0, due - self._clock.now()), self._limits.heartbeat_s / 2)
 
     def _is_closed(self) -> bool:
-        """Whether the group ended in order, and all other ranks have closed their ends or `CLOSE_S` has passed."""
+        """Whether the group ended normally, and all other ranks have closed or `CLOSE_S` has passed."""
         if not self._closing:
             return False
         self._close_at = min(self._close_at, self._now + CLOSE_S)
@@ -286,21 +286,21 @@ class Watchdog:
         position = self._position
         heartbeat = encode(Heartbeat(position.step, position.since is not None, position.inside_s(self._now)))
         for peer in self._open_peers():
-            peer.connection.offer(heartbeat)  # not sent while the engine thread sends: its data shows life as well
+            peer.connection.offer(heartbeat)  # skipped while the engine thread sends: its data shows life too
         self._heartbeat_due = self._now + self._limits.heartbeat_s
 
     def _note_own_silence(self) -> None:
-        """Record it if this rank was silent for so long that the other ranks may count it as lost.
+        """Record a silence of this rank so long that the other ranks may count it as lost.
 
-        The limit is `silence_s` even before `serving`: other ranks may serve already. It is 0.75 of it, because they
-        measure from the arrival of the last heartbeat.
+        Other ranks may serve before this one, so the limit is `silence_s` even before `serving`. They measure from the
+        arrival of the last heartbeat, so it is 0.75 of that.
         """
         silent_s = boot_time() - self._heartbeat_sent
         if silent_s > 0.75 * self._limits.silence_s:
             self._own_silence_s, self._own_silence_until = silent_s, self._clock.now() + 2 * self._limits.silence_s
 
     def _check(self) -> None:
-        """Suspect peers that are silent, and a step that is stalled."""
+        """Suspect silent peers and a stalled step."""
         for peer in self._open_peers():
             silent_s = self._now - max(peer.last_heard, self._serving_since or 0.0)
             if silent_s > self.silence_s:
@@ -313,7 +313,7 @@ class Watchdog:
     def _suspect(self, failure: PeerFailure, *, final: bool = False) -> None:
         """Record a failure if it has a higher weight than the one recorded so far.
 
-        The loss of a rank's connection never replaces what that rank reported itself.
+        The loss of a rank's connection never replaces that rank's own report.
 
         Args:
             final: it is the leader's decision.
@@ -342,7 +342,7 @@ class Watchdog:
             peer.inbox.put(failure)
 
     def _blame_own_silence(self, failure: PeerFailure) -> PeerFailure:
-        """If this rank was suspended, that is why the other ranks left or seem silent: blame this rank instead."""
+        """Blame this rank if it was suspended: then the other ranks left or seem silent because of that."""
         self._note_own_silence()  # it may have been suspended since the last heartbeat
         was_silent = self._own_silence_s > 0.75 * self.silence_s
         explains = was_silent and failure.code in (ExitCode.PEER_LOST, ExitCode.PEER_SILENT)

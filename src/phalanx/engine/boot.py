@@ -5,18 +5,18 @@
       start_ranks            supervision/rank_launcher.py one process per rank: `phalanx rank MODEL ...`
         phalanx rank         cli/rank.py:command          the rank reads its EngineConfig and GroupConfig
           run_rank           here
-            own_directories  engine/rank_directories.py   where no other user can have put compiled code
+            own_directories  engine/rank_directories.py   a private directory for the code that MLX compiles
             rendezvous       engine/rendezvous.py         the ranks connect to rank 0, and rank 0 to all
-            join_group       engine/membership.py         native kernels; the communicator, over which ranks sum
+            join_group       engine/membership.py         native kernels; the communicator of this rank's stage
             begin_grammars   engine/role.py               rank 0 reads the vocabulary for grammars, on a thread
-            load_model       engine/served_model.py       same software, enough memory; weights; rows equal mlx-lm's
-            self_test        engine/group_selftest.py     equal sums and equal tokens on all ranks
-            plan_memory      engine/memory_plan.py        how many rows, and how long, fit on the smallest rank
+            load_model       engine/served_model.py       compares software, checks memory, reads weights, checks rows
+            self_test        engine/group_selftest.py     all-reduces known values; equal tokens on all ranks
+            plan_memory      engine/memory_plan.py        KV budget and context that fit on the smallest rank
             build_role       engine/role.py               rank 0 reports `Ready` and leads, the others work
             Leader.run, Worker.run
 
-All ranks go through these stages together and share what each of them finds out (`link.share`), so all decide the same.
-An error that a restart cannot mend has an exit code of its own and reaches the server as `Failed`.
+All ranks take these steps together and exchange what each has measured (`link.share`), so all decide the same. An error
+that a restart cannot mend has an exit code of its own and reaches the server as `Failed`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ import mlx.core as mx
 from msgspec.structs import replace
 
 from phalanx.config import MAX_RANKS, EngineConfig, GroupConfig
-from phalanx.dist.collective_backend import Foreign, environment_of
-from phalanx.dist.group import Communicator, agree, join
+from phalanx.dist.collective_backend import LaunchedRank, environment_of
+from phalanx.dist.group import Communicator, exchange_credentials, join
 from phalanx.dist.peers import PeerFailure
 from phalanx.engine.group_selftest import self_test
 from phalanx.engine.leader import Leader
@@ -63,12 +63,12 @@ log = logging.getLogger("phalanx.engine")
 def run_rank(
     config: EngineConfig, group: GroupConfig | None, credentials: Credentials | None, socket_path: str, rank: int
 ) -> int:
-    """Serve as one rank until told to end. Rank 0 does so behind the server's socket.
+    """Run one rank until the group ends.
 
     Args:
         group: None for a single rank.
         credentials: of this rank, for a group over several machines; else None.
-        socket_path: of the server. Rank 0 connects to it; every rank leaves its process id beside it.
+        socket_path: of the server. Rank 0 connects to it; every rank writes its process id to a file beside it.
 
     Returns:
         The process's exit status (`ExitCode`).
@@ -80,8 +80,9 @@ def run_rank(
         return _run(config, group, credentials, socket_path, rank, None)
 
 
-def run_launched_rank(config: EngineConfig, launcher: Foreign, socket_path: str, control_host: str) -> int:
-    """The same under `mpirun` or `mlx.launch`: the communicator comes first, and over it rank 0 says where it listens.
+def run_launched_rank(config: EngineConfig, launcher: LaunchedRank, socket_path: str, control_host: str) -> int:
+    """The same under `mpirun` or `mlx.launch`: ranks join the communicator first, and rank 0 sends its control address
+    over it.
 
     Args:
         control_host: rank 0's address, as the other ranks reach it.
@@ -100,7 +101,7 @@ def run_launched_rank(config: EngineConfig, launcher: Foreign, socket_path: str,
     with own_directories():
         try:
             communicator = join(launcher.backend, rank, size, 0, where="", deadline_s=config.join_seconds)
-            group, credentials = agree(communicator, launcher.backend, control_host)
+            group, credentials = exchange_credentials(communicator, launcher.backend, control_host)
         except PhalanxError as error:
             log.error("%s: %s", type(error).__name__, error)
             return exit_code_of(error)
@@ -115,7 +116,7 @@ def _run(
     rank: int,
     communicator: Communicator | None,
 ) -> int:
-    """Start, serve, end. Every error ends the rank, and the server and the other ranks are told why."""
+    """Start, serve, end. Any error ends the rank, which reports it to the server and the other ranks."""
     raise_limit()
     server_socket = None
     if rank == 0:
@@ -135,7 +136,7 @@ def _run(
         log.error("%s: %s", name, error)
         failed = Failed(name, str(error), exit_code_of(error))
         return _report_failure(server_socket, link, failed, f"{name}: {error}")
-    except Exception as error:  # MLX: out of memory, a collective without its peer; or a mistake of ours
+    except Exception as error:  # MLX: out of memory, a lost peer; or a bug of ours
         name = type(error).__name__
         log.exception("the engine crashed")
         failed = Failed(name, f"the engine crashed: {name}: {error}", ExitCode.CRASH)
@@ -151,18 +152,18 @@ def _start(
     link: LeaderLink | WorkerLink | SingleRank,
     server_socket: ServerSocket | None,
 ) -> Leader | Worker:
-    """From connected ranks to a group that is ready to serve. Roles part at the end."""
+    """Take this rank from its control connection to a leader or worker that is ready to serve."""
     report = reporter(server_socket)
     member = join_group(config, group, credentials, link, communicator, report)
     path = resolve(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     grammars = None if server_socket is None else begin_grammars(config, path, server_socket)
     model = load_model(config, path, member, report)
     deadline = StepDeadline(config.step_timeout_seconds)
-    activations = wire_dtype(config.pp_activation_dtype, model.runner, link)
-    staged = StagedRunner(model.runner, member.stage, member.ends, activations)
+    dtype = wire_dtype(config.pp_activation_dtype, model.runner, link)
+    staged = StagedRunner(model.runner, member.stage, member.ends, dtype)
     tested = self_test(link, staged, model.vocab_size, deadline, unchecked=len(model.loaded.unchecked))
     plan = plan_memory(config, model.runner.facts, model.whole, model.draft, model.guard, link, model.sharing)
-    mx.clear_cache()  # of buffers that only the start needed
+    mx.clear_cache()  # buffers that only the start needed
     mx.reset_peak_memory()
     link.serving()
     return build_role(config, member, model, staged, plan, tested, deadline, server_socket, grammars)

@@ -1,7 +1,4 @@
-"""Execute a plan: the part of a step that every rank does, the leader included.
-
-Does not know policy, sampling or text.
-"""
+"""Executes a plan: the part of a step that every rank does, the leader included."""
 
 from __future__ import annotations
 
@@ -16,10 +13,10 @@ Logits = TypeVar("Logits", covariant=True)
 
 
 class Executor(Protocol[Logits]):
-    """What executing needs of a runner: `model.runner.Runner`, or the simulation in the tests."""
+    """The runner's methods that `execute` calls: `StagedRunner`, or the simulation in the tests."""
 
     def begin(self, step: int, /) -> None:
-        """A step begins: errors name its number."""
+        """Set the number of the step, which errors name."""
 
     def apply(self, ops: Sequence[RowOp], /) -> None:
         """Execute buffer operations in order."""
@@ -37,7 +34,7 @@ class ForwardOutput(NamedTuple, Generic[Logits]):
 
 
 class Execution(NamedTuple, Generic[Logits]):
-    """What a step produced: the forwards with logits, and how long its prefill chunks took."""
+    """The outcome of a step: the forwards with logits, and the time of its prefill chunks."""
 
     outputs: list[ForwardOutput[Logits]]
     prefill_tokens: int
@@ -48,8 +45,8 @@ def execute(step: Step, mirror: Mirror, runner: Executor[Logits]) -> Execution[L
     """Bring the rows to the plan's state, compare them with its digest, and run the forwards.
 
     Raises:
-        Desync: this rank's rows are not the plan's.
-        CollectiveFault: a sum over ranks was wrong on some rank.
+        Desync: this rank's rows differ from the plan's.
+        CollectiveFault: an all-reduce was wrong on some rank.
     """
     mirror.begin(step)
     runner.begin(step.id)

@@ -1,7 +1,7 @@
-"""What a group proves about itself before it serves: same software, same model, correct sums, equal tokens.
+"""The self-test of a group before it serves: same software, same model, correct all-reduces, equal tokens.
 
-Every rank runs all of it and sees the values of every rank, so that all come to the same verdict. It is
-also the warm-up, which gives the first step deadlines.
+Every rank runs all of it on the values of every rank, so that all come to the same verdict. It is also the warm-up,
+which gives the first time limits of steps.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ log = logging.getLogger("phalanx.selftest")
 CHUNK = 16  # tokens of a prefill chunk
 PROMPT = 2 * CHUNK + 5  # tokens; more than one chunk, and not a multiple
 TOKENS = 8  # decoded after the prompt
-NO_TOKEN = -1  # of a rank without logits
-PATIENCE_S = 600.0  # for a forward of the stage before: its first one may read weights from a slow disk
+NO_TOKEN = -1  # the entry of a rank without logits
+PATIENCE_S = 600.0  # for the stage before: its first forward may read weights from a slow disk
 ROUND_TRIPS = 20  # of the control connections; the slowest counts
-SLOW_CONTROL_MS = 1.0  # from here on a step of a small model waits for its plan
+SLOW_CONTROL_MS = 1.0  # a slower round trip delays the steps of a small model
 
 
 class RankFacts(Struct, frozen=True, kw_only=True):
-    """What must be the same on all ranks."""
+    """Software and model, which must be the same on all ranks."""
 
     phalanx: str
     mlx: str
@@ -50,10 +50,10 @@ def compare_facts(link: Link, facts: RankFacts) -> None:
     Raises:
         GroupError: names the rank, what differs, and both values.
     """
-    everyone = link.share(facts)
-    for rank, other in enumerate(everyone):
+    by_rank = link.share(facts)
+    for rank, other in enumerate(by_rank):
         for name in RankFacts.__struct_fields__:
-            mine, theirs = getattr(everyone[0], name), getattr(other, name)
+            mine, theirs = getattr(by_rank[0], name), getattr(other, name)
             if mine != theirs:
                 raise GroupError(
                     f"Rank {rank} has {name} {theirs}, rank 0 has {mine}.",
@@ -70,7 +70,7 @@ def self_test(
         unchecked: collectives that the model makes without the reducer.
 
     Raises:
-        CollectiveFault: a sum over the ranks is wrong.
+        CollectiveFault: an all-reduce is wrong.
         Desync: ranks computed different tokens; names the rank and the first difference.
     """
     started = time.perf_counter()
@@ -109,14 +109,14 @@ def describe(result: SelfTest, backend: str, size: int) -> str:
     equal = f"equal on {result.summed} ranks" if result.summed > 1 else "of one rank"
     return (
         f"self-test passed in {result.seconds:.1f} s: {size} ranks{all_reduce}, control {result.control_ms:.2f} ms, "
-        f"{result.tokens} tokens {equal}, {result.reductions} sums per forward"
+        f"{result.tokens} tokens {equal}, {result.reductions} all-reduces per forward"
     )
 
 
 def _control_round_trip_ms(link: Link) -> float:
     """The slowest of `ROUND_TRIPS` round trips through all ranks, in ms."""
     slowest = 0.0
-    alone = len(set(link.share(link.host))) == 1
+    is_one_host = len(set(link.share(link.host))) == 1
     for number in range(ROUND_TRIPS):
         before = time.perf_counter()
         link.share(number)
@@ -125,16 +125,16 @@ def _control_round_trip_ms(link: Link) -> float:
         log.warning(
             "the control connection took %.1f ms for a round trip, and should take less than %g ms: %s",
             slowest * 1000, SLOW_CONTROL_MS,
-            "other programs keep this machine busy" if alone else "it should be wired",
+            "other programs keep this machine busy" if is_one_host else "it should be wired",
         )  # fmt: skip
     return slowest * 1000
 
 
 def _generate(link: Link, staged: StagedRunner, vocab_size: int, deadline: StepDeadline) -> tuple[int, list[float]]:
-    """Compute greedy tokens after a fixed prompt that is prefilled in chunks, and compare each with the other ranks'.
+    """Prefill a fixed prompt in chunks, decode greedily, and compare each token with the other ranks'.
 
     Returns:
-        The number of tokens, and the seconds that each took.
+        The number of tokens, and the seconds of each.
 
     Raises:
         Desync: names the rank and the token.
@@ -176,7 +176,7 @@ def _forward(tokens: list[int], *, sample: bool) -> Forward:
 
 
 def _agreed(at: int, tokens: list[int]) -> int:
-    """The token that all ranks of the last stage have drawn; rank 0 is one of them."""
+    """The token that all ranks of the last stage, rank 0 among them, have drawn. Raises `Desync`."""
     for rank, token in enumerate(tokens):
         if token not in (tokens[0], NO_TOKEN):
             raise Desync(f"self-test: token {at} is {token} on rank {rank} and {tokens[0]} on rank 0.")

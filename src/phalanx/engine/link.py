@@ -1,8 +1,7 @@
-"""The control channel as the engine sees it: values of all ranks while a group starts, plans while it serves.
+"""The control channel (`dist/channel.py`) with typed messages instead of bytes: the leader's end and the workers' ends.
 
-The leader's end and the workers' end, with typed messages instead of bytes. While a group starts, `share` gives every
-rank the values of all ranks, so that all decide the same from the same data. Does not know what plans mean, nor how a
-lost rank is noticed (`dist/channel.py`).
+While a group starts, `share` gives every rank the values of all ranks, so that all decide the same from the same data.
+Later the link carries plans.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Link(Protocol):
-    """Either end."""
+    """The methods that both ends and a single rank have."""
 
     rank: int
     size: int
@@ -35,11 +34,11 @@ class Link(Protocol):
         """The values of all ranks, in rank order; every rank calls this at the same point."""
 
     def serving(self) -> None:
-        """The start is over: from now on the watchdog ends the group for a silent or stuck rank."""
+        """End the start: from now on the watchdog ends the group if a rank is silent or stuck."""
 
 
 class SingleRank:
-    """The link of a single rank: there is no other rank, so nothing is sent and nothing watched."""
+    """The link of a single rank: sends nothing and watches nothing."""
 
     rank = 0
     size = 1
@@ -134,7 +133,7 @@ class LeaderLink:
 
 
 class WorkerLink:
-    """Another rank's end."""
+    """A worker's end."""
 
     def __init__(self, channel: WorkerChannel, rank: int, size: int, host: str) -> None:
         self.rank = rank

@@ -1,7 +1,4 @@
-"""A rank joins its group: native kernels, the communicator, and the sums over ranks.
-
-Starts from a control connection (`rendezvous.py`).
-"""
+"""A rank with a control connection (`rendezvous.py`) joins its group: kernels, communicator, stage connections."""
 
 from __future__ import annotations
 
@@ -30,8 +27,8 @@ from phalanx.tls.host_credentials import Credentials
 log = logging.getLogger("phalanx.engine")
 
 RING_JOIN_S = 15.0
-"""Seconds to join a ring, whose ranks have met already (`rendezvous.py`). If a stranger is connected to a port of the
-ring, the ranks wait for each other until this time is over."""
+"""Seconds to join a ring, whose ranks have met already (`rendezvous.py`). If another program is connected to a port of
+the ring, the ranks wait for each other until this time is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +43,9 @@ class Membership:
     kernels: str
     """The kernels in use, as one line for the log."""
     injection: Injection | None
-    """The fault to be injected on this rank."""
+    """The fault to inject on this rank."""
     ends: Ends
-    """Its connections to the stages beside its own."""
+    """Its connections to the stages before and after its own."""
 
     @property
     def stage(self) -> int:
@@ -73,11 +70,11 @@ def join_group(
 
     Args:
         credentials: of this rank, for a group over several machines; else None.
-        communicator: None where it is not joined yet.
+        communicator: None if this rank has not joined it yet.
 
     Raises:
         ConfigError: flags ask for native kernels that are not used here.
-        GroupError: a rank of this start is missing, or another process is in its place.
+        GroupError: a rank of this start is missing, or another process has taken its place.
     """
     if mx.default_device() == mx.Device(mx.cpu):
         mx.disable_compile()  # on the CPU it runs a C++ compiler at run time and gains nothing
@@ -104,12 +101,12 @@ def _connect(
     hosts: list[str],
     injection: Injection | None,
 ) -> Ends:
-    """The connections to other stages; none where there is one stage."""
+    """The connections to other stages; none in a group of one stage."""
     if group is None or topology.n_stages == 1:
         return Ends(None, ())
     names = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
     fault = injection is not None and injection.kind in fault_injection.LINK_FAULTS
-    tamper = partial(fault_injection.on_the_way, injection) if injection is not None and fault else None
+    tamper = partial(fault_injection.tampered, injection) if injection is not None and fault else None
     return connect_stages(
         group, topology, link.rank, names, credentials, link.share, deadline_s=config.join_seconds, tamper=tamper
     )  # fmt: skip
@@ -146,7 +143,7 @@ def _reducer(
     rank: int,
     injection: Injection | None,
 ) -> Reducer:
-    """Join the communicator of this rank's stage, unless that is done, and sum over it."""
+    """The all-reduces of this rank's stage; joins its communicator unless that is done."""
     place = topology.place(rank)
     width = topology.widths[place.stage]
     if group is None or group.backend is None or width == 1:
@@ -154,7 +151,7 @@ def _reducer(
     if communicator is None:
         where = group.addresses[rank] if group.addresses else ""
         deadline_s = min(config.join_seconds, RING_JOIN_S) if group.backend == "ring" else config.join_seconds
-        nonce = (group.nonce + place.stage) % (1 << NONCE_BITS)  # stages do not take each other's ranks for their own
+        nonce = (group.nonce + place.stage) % (1 << NONCE_BITS)  # a rank cannot join another stage
         communicator = join(group.backend, place.tp_rank, width, nonce, where=where, deadline_s=deadline_s)
     corrupt = injection is not None and injection.kind in fault_injection.BUFFER_FAULTS
     fault = CorruptBuffer(injection) if injection is not None and corrupt else None

@@ -1,6 +1,6 @@
-"""What a rank will need before it loads, and what is left for rows afterwards.
+"""Predicts a rank's memory before it loads, and splits what is left for rows afterwards.
 
-Every rank finds out for itself and all share it, so that all come to the same limits.
+Every rank measures its own memory and shares the figures, so that all ranks compute the same limits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEFAULT_CONTEXT = 8192  # for models whose config names no limit (recurrent ones
 
 
 class MemoryPlan(NamedTuple):
-    """What the group may use while it serves: the limits of its smallest rank."""
+    """The group's limits while it serves: those of its smallest rank."""
 
     limits: KvLimits
     budget: memory.MemoryBudget
@@ -51,7 +51,7 @@ def predict(
     draft: DraftWeights | None,
     guard: int,
 ) -> memory.Prediction:
-    """What this rank will need, a draft model included; known before a weight is read."""
+    """This rank's memory once it serves, a draft model included, predicted before a weight is read."""
     kv = GRANULE * (row_bytes(facts.layouts, prepared.dtype) + (0 if draft is None else draft.bytes_per_token))
     if config.kv_cache_gb is not None:
         kv = int(config.kv_cache_gb * GIB)
@@ -77,24 +77,24 @@ def plan_memory(
 
     Args:
         facts: of this rank's caches.
-        whole: by which rows are counted, the same on all ranks: with stages those of the whole model, else `facts`.
+        whole: as `ServedModel.whole`, the same on all ranks of a pipeline.
         sharing: number of ranks that share this one's memory.
 
     Raises:
         ConfigError: `--max-model-len` is beyond the model's own context, or a size is not a number of GiB.
-        MemoryShortage: what the flags ask for does not fit.
+        MemoryShortage: the flags ask for more than fits.
     """
     wanted = wanted_context(config, facts)
     draft_bytes = 0 if draft is None else draft.bytes_per_token
-    link.share(True)  # all ranks have loaded, so that what is free now stays free
-    own = _in_whole_model(_own_budget(config, facts, draft_bytes, guard, sharing), facts, whole)
+    link.share(True)  # a barrier: once all ranks have loaded, free memory stays free
+    own = _scaled_to_whole(_own_budget(config, facts, draft_bytes, guard, sharing), facts, whole)
     budgets, hosts = link.share(own), link.share(link.host)
     budget = memory.MemoryBudget(
         kv=min(b.kv for b in budgets), prefix=min(b.prefix for b in budgets), logits=min(b.logits for b in budgets)
     )
     fits = max_row(budget.kv, whole.bytes_per_token, whole.bytes_per_row)
     whose = ""
-    if whole is not facts:  # some stage has the least memory for its layers
+    if whole is not facts:
         least = min(range(link.size), key=lambda rank: budgets[rank].kv)
         whose = f" (rows of all stages; rank {least} on {hosts[least]} has the least for its layers)"
     _check_context(config, wanted, fits, budget.kv, whose, link.rank)
@@ -126,20 +126,20 @@ def _page_tokens(config: EngineConfig, facts: CacheFacts, context: int, link: Li
 
 
 def wanted_context(config: EngineConfig, facts: CacheFacts) -> int:
-    """Tokens of the context that is asked for.
+    """Tokens of the wanted context: the flag's, else the model's own.
 
     Raises:
-        ConfigError: it is beyond the model's own.
+        ConfigError: the flag's is longer than the model's own.
     """
     check_context(config.max_model_len, facts.max_len)
     return config.max_model_len or facts.max_len or DEFAULT_CONTEXT
 
 
 def _check_context(config: EngineConfig, wanted: int, fits: int, kv_budget: int, whose: str, rank: int) -> None:
-    """A context that was asked for must fit; the model's own is cut to what fits.
+    """Refuse a flag's context that does not fit; log that the model's own is cut.
 
     Args:
-        whose: which rank the budget is of, with stages.
+        whose: names the rank of the budget, with stages.
     """
     if config.max_model_len is not None and config.max_model_len > fits:
         raise MemoryShortage(
@@ -154,7 +154,7 @@ def _check_context(config: EngineConfig, wanted: int, fits: int, kv_budget: int,
 def _own_budget(
     config: EngineConfig, facts: CacheFacts, draft_bytes: int, guard: int, sharing: int
 ) -> memory.MemoryBudget:
-    """What this rank can give: its share of the free memory.
+    """This rank's budget: its share of the free memory.
 
     Args:
         draft_bytes: per token of a draft model's rows, which come out of the KV budget.
@@ -168,8 +168,8 @@ def _own_budget(
     return budget
 
 
-def _in_whole_model(budget: memory.MemoryBudget, own: CacheFacts, whole: CacheFacts) -> memory.MemoryBudget:
-    """This rank's budget in bytes of the whole model's rows, so that the budgets of all stages count the same rows."""
+def _scaled_to_whole(budget: memory.MemoryBudget, own: CacheFacts, whole: CacheFacts) -> memory.MemoryBudget:
+    """A stage's budget, scaled to rows of the whole model, so that the budgets of all stages compare."""
     shares = ((own.bytes_per_token, whole.bytes_per_token), (own.bytes_per_row, whole.bytes_per_row))
     ratio = min((all_ / mine for mine, all_ in shares if mine), default=1.0)
     return replace(budget, kv=int(budget.kv * ratio), prefix=int(budget.prefix * ratio))

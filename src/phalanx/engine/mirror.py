@@ -1,7 +1,7 @@
-"""The mirror: every rank's own record of the rows, rebuilt from plans alone and compared with the leader's.
+"""The mirror: every rank's own record of the rows, rebuilt from plans alone and compared with the scheduler's.
 
-The leader keeps one too: the digest in the plan comes from the scheduler's state, so a difference between planning and
-executing shows on the leader as well. Does not know models, requests or text.
+The leader keeps one too: the plan's digest comes from the scheduler's state, so the leader also detects a difference
+between what it planned and what it executed.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ from phalanx.sched.sequence import extend_crc, state_digest
 
 @dataclass(slots=True)
 class Row:
-    """One placed sequence: its number, computed positions (valid, but for those in flight) and the CRC of its committed
-    tokens."""
+    """One sequence in its slot."""
 
-    seq: int
-    kv_len: int = 0
-    crc: int = 0
+    seq: int  # its number
+    kv_len: int = 0  # computed positions; a later commit may reject the last ones
+    crc: int = 0  # of its committed tokens
 
 
 class Mirror:
@@ -86,7 +85,7 @@ class Mirror:
         return lengths
 
     def advance(self, forward: Forward) -> None:
-        """A forward has run: its valid tokens are in the cache, until a commit rejects some. Changes state."""
+        """Count a forward's valid tokens as computed. Changes state."""
         for i, valid in enumerate(forward.valid):
             self._row(forward.arena, forward.start + i, "forward").kv_len += valid
 

@@ -3,7 +3,7 @@
 A message wakes the server process, which then takes a processor. On a machine whose processors compute the model, every
 token would pay for that. So the outbox holds a step's events until the device computes the next step, when the leader
 only waits. It sends them earlier where the next step would hold them up: a draft model computes first, or the step
-blocks (row operations, a prompt's chunk, sums over ranks). It sends them at once where no step follows.
+blocks (row operations, a prompt's chunk, all-reduces). It sends them at once where no step follows.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Protocol
 from phalanx.types import Batch, Finished, FromEngine, PromptScored, Tokens
 
 
-class Sends(Protocol):
-    """The part of `ServerSocket` that is needed here."""
+class EventSink(Protocol):
+    """The part of `ServerSocket` that the outbox uses."""
 
     def send(self, message: FromEngine) -> None: ...
 
 
 class EventOutbox:
-    """Holds events, in order, and sends them at one of the moments of a step. The leader names the moments."""
+    """Holds events, in order, until the leader reports a moment of the step at which they can be sent."""
 
-    def __init__(self, server_socket: Sends) -> None:
+    def __init__(self, server_socket: EventSink) -> None:
         self._server_socket = server_socket
         self._unsent: list[Batch] = []
 
@@ -33,12 +33,12 @@ class EventOutbox:
             self._unsent.append(Batch(step_id, [*events]))
 
     def before_draft(self, *, computes: bool) -> None:
-        """The leader is about to draft. `computes`: with a model, which would hold the events up."""
+        """The leader is about to draft. `computes`: a draft model runs, which would delay the events."""
         if computes:
             self.flush()
 
     def before_execute(self, *, blocks: bool) -> None:
-        """The leader is about to execute a step. `blocks`: for the device, which would hold the events up."""
+        """The leader is about to execute a step. `blocks`: it waits for the device, which would delay the events."""
         if blocks:
             self.flush()
 

@@ -1,7 +1,4 @@
-"""Log-probabilities of prompt tokens (`prompt_logprobs`), collected over the chunks of a prompt.
-
-Does not know when a prompt is computed (`sched/scheduler.py`).
-"""
+"""Log-probabilities of prompt tokens (`prompt_logprobs`), collected over the chunks of a prompt."""
 
 from __future__ import annotations
 
@@ -23,12 +20,12 @@ class PromptScores:
         self._complete: list[PromptScored] = []
 
     def begin(self, request: SequenceRequest) -> None:
-        """A request arrives. A prompt of one token has nothing to score, so it is complete at once."""
+        """Register a request. A prompt of one token has nothing to score, so it is complete at once."""
         if request.prompt_logprobs is not None and len(request.prompt) == 1:
             self._complete.append(PromptScored(request.id, [None]))
 
     def add(self, seq: Sequence, output: ForwardOutput[mx.array]) -> None:
-        """Score the prompt tokens that follow the fed ones, but for those scored before the row was preempted.
+        """Score the prompt tokens that follow the fed ones, except those that were scored before a preemption.
 
         Args:
             output: of a forward that scores, which has one row.
@@ -42,7 +39,7 @@ class PromptScores:
         targets = seq.tokens[known : min(start + 1 + valid, seq.prompt_len)]
         if not targets:
             return
-        first = known - 1 - start  # the fed token that the first of them follows
+        first = known - 1 - start  # place of the fed token before the first target
         top = seq.request.prompt_logprobs or 0
         scores.extend(score(output.logits[0, first : first + len(targets)], targets, top))
         if len(scores) == seq.prompt_len:
@@ -54,6 +51,6 @@ class PromptScores:
         return events
 
     def keep(self, alive: Collection[int]) -> None:
-        """All other sequences are over."""
+        """Forget all sequences but these."""
         for number in [number for number in self._scores if number not in alive]:
             del self._scores[number]

@@ -1,7 +1,7 @@
-"""Directories for the files of a rank's libraries, in which no other user can have put any.
+"""Private directories for the files of a rank's libraries.
 
-MLX keeps compiled code under predictable names in the temporary directory, and loads what it finds there. A rank that a
-server or an agent started has a temporary directory of its group's own already.
+MLX keeps compiled code under predictable names in the temporary directory and loads what it finds there, so no other
+user may write there. A rank that a server or an agent started has such a temporary directory already.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from importlib.metadata import version
 
 import mlx.core as mx
 
-from phalanx.dist.collective_backend import own_files
+from phalanx.dist.collective_backend import file_variables
 from phalanx.environment import default_environment, own_cache, runtime_dir, set_environment, temporary_directory
 from phalanx.errors import ConfigError
 from phalanx.private_files import why_not_private
@@ -26,16 +26,16 @@ COMPILED_VARIABLE = "MLX_PTX_CACHE_DIR"
 
 @contextlib.contextmanager
 def own_directories() -> Iterator[None]:
-    """While it lasts, this process's temporary directory is its user's alone; where MLX uses CUDA, so is the directory
-    of compiled kernels, which stays: they take minutes. Call it before MLX computes.
+    """Give this process a private temporary directory, removed at the end. With CUDA, MLX also gets a private directory
+    for compiled kernels, which stays: they take minutes. Call it before MLX computes.
 
     Raises:
-        ConfigError: there is no directory in which a temporary one can be made.
+        ConfigError: no directory for a temporary one can be found.
     """
     own = new_directory(runtime_dir()) if why_not_private(temporary_directory()) else None
     if own is not None:
         set_environment({"TMPDIR": str(own.path)})
-    default_environment(own_files(temporary_directory()))
+    default_environment(file_variables(temporary_directory()))
     if mx.cuda.is_available():
         _keep_compiled()
     try:
@@ -46,9 +46,8 @@ def own_directories() -> Iterator[None]:
 
 
 def _keep_compiled() -> None:
-    """Have MLX keep compiled kernels of this version of it and this kind of GPU, unless the user says where.
-
-    MLX itself distinguishes neither. Without a directory it compiles at every start, into the temporary one.
+    """Have MLX keep compiled kernels, by version and kind of GPU (MLX separates neither), unless the user has set a
+    directory. Without one, MLX compiles into the temporary directory at every start.
     """
     try:
         folder = own_cache() / f"mlx-{version('mlx')}-{mx.device_info().get('architecture')}"

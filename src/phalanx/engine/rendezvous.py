@@ -32,10 +32,10 @@ def rendezvous(
 
     Args:
         credentials: of this rank; None where the ranks meet on a Unix socket.
-        on_lost: called once, from the watchdog's thread, before the process exits because the group is broken.
+        on_lost: called once, on the watchdog's thread, before the process exits because a rank was lost.
 
     Raises:
-        EngineError: ranks are missing, or are not of this group; names them. Or the control address is taken; names it.
+        EngineError: ranks are missing or not of this group, or the control address is taken; names them.
     """
     heartbeat_s = min(0.25, config.heartbeat_timeout_seconds / 4)
     limits = WatchdogLimits(
@@ -61,7 +61,7 @@ def rendezvous(
 
 
 def identity(group: GroupConfig, rank: int, fault: str | None = None) -> Identity:
-    """How this process introduces itself to the other ranks."""
+    """This process's entry for the handshake."""
     injected = None if fault is None else fault_injection.parse(fault)
     other = injected is not None and injected.kind == "version" and injected.rank == rank
     return Identity(

@@ -1,4 +1,4 @@
-"""What a rank becomes when it has started: the leader, which reports `Ready` to the server, or a worker."""
+"""Builds the leader, which reports `Ready` to the server, or a worker, once a rank has started."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def build_role(
     """The leader or a worker, ready to run. Rank 0 sends `Ready` to the server.
 
     Args:
-        tested: what the self-test found; None for a single rank.
+        tested: the self-test's result; None for a single rank.
         server_socket, grammars: of rank 0; None on the others.
     """
     opened = open_store(config, member.link, model.runner, _identity(config, member, model))
@@ -94,7 +94,7 @@ def build_role(
 
 
 def begin_grammars(config: EngineConfig, path: Path, server_socket: ServerSocket) -> Grammars:
-    """The leader's grammars, whose thread reads the tokenizer and its vocabulary from now on, beside the weights.
+    """The leader's grammars. Their thread reads the tokenizer and its vocabulary while the weights load.
 
     Args:
         path: the model's directory.
@@ -156,21 +156,21 @@ def _model_info(
 
 
 def _identity(config: EngineConfig, member: Membership, model: ServedModel) -> str:
-    """See `ModelInfo.identity`. In which order ranks add is a part of it: sums of floats depend on that."""
+    """See `ModelInfo.identity`. It covers the order in which ranks add, because float sums depend on it."""
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
     device = str(mx.device_info().get("device_name")) if on_gpu else f"{platform.system()} {platform.machine()}"
-    order = order_of_sums(config, member.group, model.layers)
+    order = reduction_order(config, member.group, model.layers)
     facts = (model.software, str(model.loaded.dtype), member.kernels, device, order)
     return hashlib.blake2b(msgspec.json.encode(facts), digest_size=8).hexdigest()
 
 
-def order_of_sums(
+def reduction_order(
     config: EngineConfig, group: GroupConfig | None, layers: Sequence[tuple[int, int]]
 ) -> tuple[object, ...] | None:
-    """What decides how the ranks of a group add and round; None for a single rank.
+    """The settings on which order and rounding of all-reduces depend; None for a single rank.
 
     Args:
-        layers: as `ServedModel.layers`. Stages of other widths add otherwise, and each link may round.
+        layers: as `ServedModel.layers`. The order depends on the stages' widths, and each link may round.
     """
     if group is None:
         return None
@@ -179,7 +179,7 @@ def order_of_sums(
 
 
 def _announce(config: EngineConfig, info: ModelInfo) -> None:
-    """Log how the model is served and what it may use; `load` has logged what it takes."""
+    """Log how the model is served and its limits; `load` has logged its size."""
     log.info("%s: model type %s, %s", config.model, info.model_type, info.caches)
     log.info("kernels: %s", info.kernels)
     if config.speculative_config is not None:

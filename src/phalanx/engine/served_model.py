@@ -1,6 +1,5 @@
-"""The model of a rank: agreed upon by all ranks, known to fit, loaded and checked; and the leader's draft model.
-
-Does not know how weights are read (`model/loading/`), nor what is left for rows (`memory_plan.py`).
+"""Loads and checks a rank's part of the model, once all ranks have compared software and files and found memory enough;
+on the leader also a draft model.
 """
 
 from __future__ import annotations
@@ -39,20 +38,20 @@ class ServedModel:
     loaded: load.Loaded
     runner: Runner
     draft: DraftWeights | None
-    """The draft model; only the leader has one, and only where the configuration names it."""
+    """The draft model, on the leader if the configuration names one."""
     draft_runner: Runner | None
     guard: int
     """Bytes of this rank's memory that stay free."""
     sharing: int
     """Number of ranks, this one among them, that share this rank's memory."""
     software: RankFacts
-    """What this rank runs, on which model; the same on all ranks."""
+    """Versions and model files, the same on all ranks."""
     layers: tuple[tuple[int, int], ...]
-    """By rank: the layers `[first, last)` of its stage; empty where there is one stage."""
+    """By rank: the layers `[first, last)` of its stage; empty in a group of one stage."""
 
     @property
     def whole(self) -> CacheFacts:
-        """The caches of the whole model, over no ranks, if this rank has a stage of it; else those of this rank."""
+        """The caches by which rows are counted: with stages those of the whole, unsharded model, else this rank's."""
         return self.runner.facts if self.loaded.stage is None else self.loaded.stage.whole
 
     @property
@@ -64,13 +63,13 @@ class ServedModel:
 
 
 def load_model(config: EngineConfig, path: Path, member: Membership, report: load.Progress) -> ServedModel:
-    """Load the model in a directory, after all ranks have agreed on what it is and that their parts fit.
+    """Load the model in a directory, after checking that all ranks have the same files and that each part fits.
 
     Raises:
         GroupError: ranks differ in software or in the model's files.
-        MemoryShortage: the model does not fit on some rank; says what would.
+        MemoryShortage: the model does not fit on some rank; says what would fit.
         ModelUnsupported, WeightsError: the model cannot be loaded, or disagrees with mlx-lm.
-        ConfigError: the draft model does not go with this one.
+        ConfigError: the draft model does not fit this model.
     """
     link, reducer = member.link, member.reducer
     guard = memory_guard(config)
@@ -84,8 +83,8 @@ def load_model(config: EngineConfig, path: Path, member: Membership, report: loa
     )
     reducer.foreign = bool(prepared.unchecked)
     facts = registry.inspect(prepared.model, prepared.config, prepared.stage)
-    reducer.discard()  # inspecting only builds
-    wanted_context(config, facts)  # an error in it is told before weights are read
+    reducer.discard()  # `inspect` builds a forward and does not evaluate it
+    wanted_context(config, facts)  # raises before any weights are read
     draft = _draft_weights(config, link.rank, facts, path)
     sharing = _check_memory(config, link, prepared, facts, draft, guard)
     device_memory.wire(config.wired_limit, sharing)
@@ -98,7 +97,7 @@ def load_model(config: EngineConfig, path: Path, member: Membership, report: loa
 
 
 def _compared_software(config: EngineConfig, link: Link, path: Path) -> RankFacts:
-    """The software and the model of this rank, which are those of all ranks."""
+    """This rank's software and model, after comparing them with all ranks'."""
     facts = RankFacts(
         phalanx=__version__,
         mlx=version("mlx"),
@@ -112,7 +111,7 @@ def _compared_software(config: EngineConfig, link: Link, path: Path) -> RankFact
 
 
 def _draft_weights(config: EngineConfig, rank: int, facts: CacheFacts, target: Path) -> DraftWeights | None:
-    """The leader's draft model, not read yet; None on the other ranks and where nothing drafts with a model."""
+    """The leader's draft model, not read yet; None on other ranks and without a draft model."""
     if rank != 0 or not isinstance(config.speculative_config, DraftModelSpeculation) or not facts.supports_rollback:
         return None
     return DraftWeights(config, config.speculative_config, target)
@@ -121,7 +120,7 @@ def _draft_weights(config: EngineConfig, rank: int, facts: CacheFacts, target: P
 def _check_memory(
     config: EngineConfig, link: Link, prepared: load.Prepared, facts: CacheFacts, draft: DraftWeights | None, guard: int
 ) -> int:
-    """Check that what every rank is about to load fits. Returns the number of ranks that share this one's memory."""
+    """Check that the weights fit on every rank. Returns the number of ranks that share this one's memory."""
     predictions = link.share(predict(config, link, prepared, facts, draft, guard))
     memory.check_group(prepared.path.name, predictions)  # its error shows the table as well
     if link.rank == 0:
@@ -133,7 +132,7 @@ def _checked_runner(loaded: load.Loaded, member: Membership, report: load.Progre
     """A runner of the loaded model whose rows agree with mlx-lm; rows are packed only where every rank can."""
     absorb_short_queries(loaded.model)
     facts = registry.inspect(loaded.model, loaded.config, loaded.stage)
-    member.reducer.discard()  # inspecting only builds
+    member.reducer.discard()  # as above
     runner = Runner(loaded.model, facts, loaded.dtype, member.reducer, stage=loaded.stage)
     report("checking the model", 0, 1)
     link = member.link

@@ -1,7 +1,7 @@
 """The leader's end of the socket to the server: messages arrive through a reader thread, events leave directly.
 
 The reader thread only moves bytes and answers nothing, so that an answered ping proves that the engine loop runs. When
-the server is gone the process has no purpose: the reader thread ends it at once, whatever the main thread is doing.
+the server is gone, the reader thread ends the process at once, whatever the main thread is doing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from phalanx.errors import ConfigError, EngineError, ExitCode
 from phalanx.supervision.wire import engine_codec
 from phalanx.types import FromEngine, Shutdown, ToEngine
 
-EXIT_SEND_S = 0.5  # that an ending rank waits to tell the server: for another message, and for the socket
+EXIT_SEND_S = 0.5  # longest wait of an ending rank for the lock, and again for the socket, to send its error
 
 
 class ServerSocket:

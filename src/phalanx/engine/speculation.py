@@ -1,7 +1,4 @@
-"""Builds the configured drafter and control on the leader.
-
-Does not know how drafts are made, weighed or verified (`spec/`).
-"""
+"""Builds the configured drafter and control (`spec/`) on the leader."""
 
 from __future__ import annotations
 
@@ -46,13 +43,13 @@ log = logging.getLogger("phalanx.engine")
 
 
 class DraftWeights:
-    """A draft model that is being loaded, on the leader only: it is never split.
+    """A draft model before its weights are read. Only the leader has one, whole.
 
     Args:
         target: folder of the model that is served.
 
     Raises:
-        ConfigError: another tokenizer, or a cache that cannot roll back; says which.
+        ConfigError: the tokenizers differ, or its cache cannot roll back; says which.
         ModelUnsupported, WeightsError: as for any model.
     """
 
@@ -72,7 +69,7 @@ class DraftWeights:
         if not self._facts.supports_rollback:
             raise ConfigError(
                 f"The draft model {draft.model} keeps recurrent state, which cannot roll back.",
-                remedy="Use a draft model without, or the method ngram or suffix.",
+                remedy="Use a draft model with attention only, or the method ngram or suffix.",
             )
 
     @property
@@ -122,12 +119,12 @@ def make_speculator(
     draft_kv: int,
     grammars: Grammars,
 ) -> Speculator | None:
-    """The speculator of this leader; None where nothing may be drafted.
+    """The speculator of this leader; None without speculation and for recurrent models.
 
     Args:
-        draft: the draft model, where the configuration names one.
+        draft: the draft model, if the configuration names one.
         draft_kv: bytes for its rows.
-        grammars: cut drafts, and draft what they force.
+        grammars: cut drafts, and draft the tokens that they force.
     """
     if config is None or scheduler.config.recurrent:
         return None
@@ -161,6 +158,6 @@ def _drafter(config: SpeculativeConfig, vocab_size: int) -> Drafter:
         case SuffixSpeculation():
             return SuffixDrafter(config)
         case DraftModelSpeculation():
-            raise AssertionError("a draft model is loaded before")
+            raise AssertionError("`make_speculator` handles draft models")
         case _:
             assert_never(config)

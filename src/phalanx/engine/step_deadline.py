@@ -1,6 +1,6 @@
-"""The deadline of a step, from how long earlier steps of its kind took (design: Fail-stop, then resume).
+"""The time limit of a step, from the durations of earlier steps (design: Fail-stop, then resume).
 
-It finds a rank that is alive but stuck.
+The watchdog finds by it a rank that is alive but stuck.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 from phalanx.sched.plan import Step
 
 FACTOR = 5.0  # limit / predicted duration
-UNKNOWN = 12.0  # limit / least limit, before anything is measured
-DECAY = 0.98  # of what was measured, per step: a machine that was slow once is not slow for ever
+UNMEASURED = 12.0  # limit / `min_s`, before any step was measured
+DECAY = 0.98  # of the slowest durations, per step: so that one slow step does not count for ever
 
 
 class StepDeadline:
     """Remembers the slowest recent prefill token and decode steps.
 
     Args:
-        min_s: no limit is shorter.
+        min_s: the shortest limit.
     """
 
     def __init__(self, min_s: float) -> None:
@@ -25,17 +25,17 @@ class StepDeadline:
         self._decode: dict[int, float] = {}  # tokens per row -> seconds
 
     def observe(self, prefill_tokens: int, prefill_s: float, decode_s: float, width: int = 1) -> None:
-        """A step took this long, with `width` tokens per decoding row. Changes state."""
+        """Record the durations of a step with `width` tokens per decoding row. Changes state."""
         if prefill_tokens:
             self._per_token = max(self._per_token * DECAY, prefill_s / prefill_tokens)
         self._decode = {known: seconds * DECAY for known, seconds in self._decode.items()}
         self._decode[width] = max(self._decode.get(width, 0.0), decode_s)
 
     def limit(self, step: Step) -> float:
-        """Seconds after which the step counts as wedged."""
+        """The time limit of a step, in seconds."""
         decode = max((s * max(1.0, step.width / width) for width, s in self._decode.items()), default=0.0)
         if not decode:
-            return self._min_s * UNKNOWN
+            return self._min_s * UNMEASURED
         tokens = sum(sum(forward.valid) for forward in step.forwards if not forward.sample)
         per_token = self._per_token or decode
         return max(self._min_s, FACTOR * (tokens * per_token + decode))

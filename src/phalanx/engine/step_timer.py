@@ -1,4 +1,4 @@
-"""Measures where the time of steps goes, in seconds: of the current step, for planning, and in total, for metrics."""
+"""Measures the phases of steps, in seconds: of the current step, for planning, and in total, for metrics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 Phase = Literal["draft", "control", "model"]
-"""Drafting; handing the plan to the other ranks; executing it, which includes sampling and evaluation."""
+"""Drafting; sending the plan to the other ranks; executing it, with sampling and evaluation."""
 PHASES: tuple[Phase, ...] = ("draft", "control", "model")
 
 

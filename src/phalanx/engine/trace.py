@@ -19,7 +19,7 @@ log = logging.getLogger("phalanx.engine")
 
 
 class Trace:
-    """Appends to a file, unbuffered, so that a crash loses nothing that was written. A full disk ends it, no more."""
+    """Appends to a file, unbuffered, so that a crash loses no line. A full disk ends the trace, not the engine."""
 
     def __init__(self, path: str) -> None:
         """Open the file.
@@ -31,16 +31,16 @@ class Trace:
             self._file: IO[bytes] | None = Path(path).open("ab", buffering=0)  # noqa: SIM115 (open for the process's life)
         except OSError as error:
             raise ConfigError(
-                f"--trace {path} cannot be written: {error.strerror}.", remedy="Name a file that can be made there."
+                f"--trace {path} cannot be written: {error.strerror}.", remedy="Name a file that this user may write."
             ) from error
         self._encoder = msgspec.json.Encoder()
 
     def message(self, message: ToEngine) -> None:
-        """The leader has taken a message from the server."""
+        """Write a message that the leader has taken from the server."""
         self._line({"message": message})
 
     def plan(self, plan: Plan) -> None:
-        """The leader is about to broadcast a plan."""
+        """Write a plan that the leader is about to broadcast."""
         self._line({"plan": plan})
 
     def _line(self, value: object) -> None:

@@ -1,4 +1,4 @@
-"""A worker receives plans and executes them (design: Lock step). Does not know policy, sampling, stop rules or text."""
+"""A worker receives plans and executes them; it decides nothing (design: Lock step)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ from phalanx.types import RankStats
 
 
 class Worker:
-    """Owns a mirror, the runner and the link to the leader.
-
-    Args:
-        staged: the runner, with its connections to other stages.
-    """
+    """Owns a mirror, the runner and the link to the leader."""
 
     def __init__(self, staged: StagedRunner, link: WorkerLink, injection: Injection | None = None) -> None:
         self.runner = staged.runner
@@ -31,7 +27,7 @@ class Worker:
         self._injection = injection
 
     def run(self) -> None:
-        """Execute orders until one says stop, or the leader ends the group."""
+        """Execute orders until a `Stop`, or until the leader ends the group."""
         self.runner.samples = False
         while (order := self._link.receive()) is not None:
             match order.plan:

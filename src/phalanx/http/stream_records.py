@@ -1,16 +1,16 @@
 """How a stream moves from one server to another: the records that a server sends, and the `Resume` for the next one.
 
-A request with the header MIGRATION, whose value is the server's admin key, gets a *record* after each piece of its
-stream. It has the tokens of the piece, and the gateway takes it out again:
+If a gateway sends a request with the header MIGRATION, whose value is the server's admin key, the server sends a
+*record* after each piece of the stream. It has the piece's tokens, and the gateway removes it:
 
     server-sent events    : phalanx {"choices":[{"index":0,"tokens":[17,4]}]}
     lines of JSON         {"phalanx":{"choices":[{"index":0,"tokens":[17,4]}]}}
 
 The gateway forwards a piece only once its record has come, so that at any time the records describe exactly what its
-client has. A record without a piece says that the server's engine is down, or back: meanwhile another server may be
-quicker. To continue the stream, the gateway sends the request to another server with the header RESUME: so many first
-bytes of the body are a `Resume`, and the client's own body follows. That server computes the rest of each choice,
-passes the known tokens through its decoders without output, and answers with the bytes that come next.
+client has. A record without a piece says that the server's engine is down or back: while it is down, the gateway may
+move the stream. To continue it, the gateway sends the request to another server with a `Resume` before the client's
+body, and its length in the header RESUME. That server computes the rest of each choice, passes the known tokens through
+its decoders without output, and answers with the bytes that come next.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from phalanx.types import TokenLogprobs
 
 MIGRATION = "x-phalanx-migration"
 RESUME = "x-phalanx-resume"
-RESUME_BYTES = 32 << 20  # of a `Resume`, which does not count towards a body's limit
+RESUME_BYTES = 32 << 20  # limit of a `Resume`, besides the body's own limit
 MAX_ITEMS = RESUME_BYTES >> 6  # tokens and log-probabilities that fit: one takes at most 40 bytes, choices a little
 EVENT_MARK = b": phalanx "
 LINES = "application/x-ndjson"  # the media type of lines of JSON
@@ -35,20 +35,20 @@ LINE_MARK = b'{"phalanx":'
 class Start(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Properties of the whole answer, on every server that writes a part of it.
 
-    Part of the first record. A server that continues the answer inexactly sends another one, which counts from then on.
+    Part of the first record. A server that continues the answer inexactly sends another one, which replaces it.
     """
 
     id: str  # of the answer; ids of its items and calls are derived from it
     created: int  # seconds since 1970
     seed: int  # of every choice, given by the client or drawn
-    determinism_key: str  # of the server; equal ones compute equal tokens
+    determinism_key: str  # of the server; servers with equal keys compute equal tokens
     prompts: int  # CRC-32 of the prompts' token ids
-    prompt: list[int] = []  # a chat's, if the server's memory of calls made another one than the template does
-    exact: bool = True  # no server with other determinism_key or prompts has continued it
+    prompt: list[int] = []  # a chat's, if the server's memory of calls changed the template's
+    exact: bool = True  # False once a server with another determinism_key or prompts has continued it
 
 
 class ChoiceEnded(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The ending of a choice that the client has, from the engine; see `types.Finished`."""
+    """The end of a choice; see `types.Finished`."""
 
     reason: Literal["stop", "length", "timeout"]
     n_tokens: int  # of the answer: a stop string may have cut some off
@@ -60,10 +60,10 @@ class ChoiceEnded(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class RecordedChoice(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One choice: its news in a record, all of it in a `Resume`."""
+    """One choice: its new tokens in a record, all of them in a `Resume`."""
 
     index: int
-    tokens: list[int] = []  # that its text pipeline has taken in; their text may be held back
+    tokens: list[int] = []  # that the server has decoded; their text may be held back
     logprobs: list[TokenLogprobs] = []  # one per token, if the request wants them
     echoed: bool = False  # the client has the prompt that it asked to be echoed
     ended: ChoiceEnded | None = None
@@ -72,10 +72,10 @@ class RecordedChoice(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class StreamRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sent after each piece of a stream."""
 
-    start: Start | None = None  # in the first one; see there
-    choices: list[RecordedChoice] = []  # those with news
-    failed: str = ""  # why, if the piece is an error that another server may not have
-    paused: bool = False  # the server's engine is down: nothing comes before it is back, in seconds or minutes
+    start: Start | None = None  # in the first one; see `Start`
+    choices: list[RecordedChoice] = []  # those with new tokens or an end
+    failed: str = ""  # if the piece is an error that another server may not have: its text
+    paused: bool = False  # the server's engine is down, for seconds or minutes
 
 
 class Resume(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -104,12 +104,12 @@ def framed(record: StreamRecord, *, lines: bool) -> bytes:
 
 
 def record_in(event: bytes, *, lines: bool) -> StreamRecord | None:
-    """The record that a whole event (or line) without its end is; None if it is the client's.
+    """The record in a whole event (or line) without its terminator; None for an event of the client's.
 
-    A line may begin with blanks, which are the client's: they keep it waiting.
+    A line may begin with blanks, which are keep-alives.
 
     Raises:
-        msgspec.DecodeError: it is marked as a record, but cannot be read.
+        msgspec.DecodeError: it is marked as a record but cannot be read.
     """
     mark = LINE_MARK if lines else EVENT_MARK
     if lines:

@@ -1,6 +1,5 @@
-"""Starts the server process: it binds the address, starts the ranks, and loads the rest while the ranks load.
-
-The rest is the HTTP framework and the tokenizer, which take about as long to import as the ranks take to load.
+"""Starts the server process: binds the address and starts the ranks; while they load, it loads the HTTP framework and
+the tokenizer, which take about as long.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.supervision.client import EngineClient
 from phalanx.text.tokenizer import Tokenizer
 
-OPEN_FILES = 256  # besides one for each connection
+OPEN_FILES = 256  # besides one per connection
 
 
 def serve(
@@ -69,7 +68,7 @@ async def _serve(
     listeners: Sequence[socket.socket],
     defaults: GenerationDefaults | None,
 ) -> int:
-    """Prepare a server and run it. A signal during the preparation closes the engine; later the server handles it."""
+    """Prepare a server and run it. A signal during the preparation closes the engine; later the server drains."""
     loop = asyncio.get_running_loop()
     preparing = asyncio.create_task(_prepare(engine, load_tokenizer))
     signals = ending_signals()

@@ -30,7 +30,7 @@ from phalanx.config import (
     EngineConfig,
     GroupConfig,
 )
-from phalanx.dist.collective_backend import ChosenBackend, environment_of, mpirun_on_hosts, own_files
+from phalanx.dist.collective_backend import ChosenBackend, environment_of, file_variables, mpirun_on_hosts
 from phalanx.dist.ports import free_ports
 from phalanx.dist.topology import Topology
 from phalanx.environment import KERNELS_VARIABLE
@@ -221,7 +221,7 @@ async def _start_mpirun(
     launcher = shlex.join([sys.executable, *RUN_PHALANX, "reach", str(known.file)])
     hosts = [known.config.hosts[rank].name for rank, _ in ranks]
     command = mpirun_on_hosts(hosts, config.collective, commands, variables, launcher)
-    return await spawn(command, {**variables, **own_files(directory)})
+    return await spawn(command, {**variables, **file_variables(directory)})
 
 
 class _Rendezvous(NamedTuple):
@@ -288,7 +288,7 @@ async def _start_each(
             local: dict[str, str] = {}
             local |= {name: _write(files.with_suffix(f".{name}.json"), text) for name, text in rendezvous.files.items()}
             command = [sys.executable, *RUN_PHALANX, "rank", *arguments]
-            processes["rank 0"] = await spawn(command, {**variables, **own, **local, **own_files(files.parent)})
+            processes["rank 0"] = await spawn(command, {**variables, **own, **local, **file_variables(files.parent)})
         else:
             run = RunRank(arguments, {**variables, **own}, rendezvous.files)
             processes[f"rank {rank}"] = await reached[rank - 1].run(run)

@@ -42,13 +42,13 @@ log = logging.getLogger("phalanx.engine")
 
 SHARED_MEMORY = Path("/dev/shm")  # Linux; Open MPI makes its segments there
 EXIT_WAIT_S = 5.0  # between Shutdown and SIGTERM, and between SIGTERM and SIGKILL
-GRACE_S = 3.0  # between one rank's end and SIGKILL for ranks that have not noticed it
+GRACE_S = 3.0  # between one rank's end and SIGKILL for those that still run
 EXHAUSTED = (
     errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EADDRINUSE,
 )  # fmt: skip
-"""Errors of a start for want of processes, memory, files, disk or ports: other programs may have taken all."""
+"""Errors of a start without enough processes, memory, files, disk or ports, which other programs may have taken."""
 HOST_RETRY_S = 1.0  # between attempts to reach a host
-RDMA_COOL_DOWN_S = 30.0  # a JACCL device is busy for so long after a process that used it was killed (F7, EBUSY)
+RDMA_COOL_DOWN_S = 30.0  # a JACCL device stays busy (EBUSY) after its process was killed
 MPIRUN_NOTICE = re.compile(r"process rank (\d+) with PID (\d+) on node (\S+) exited on\s+signal (\d{1,3})\b")
 LINE_CHARS = 4000  # of a line of a rank's log
 STDERR_LINES = 20  # last lines of the ranks' logs, from which the reason of a crash is read
@@ -121,7 +121,7 @@ class EngineProcess(EngineConnection):
         self._supervisor.add_done_callback(self._supervisor_ended)
 
     def _supervisor_ended(self, supervisor: asyncio.Task[None]) -> None:
-        """An engine that nothing supervises has failed: what started the server starts it again."""
+        """Report an engine without a supervisor as failed, so that the server ends."""
         if not supervisor.cancelled() and (error := supervisor.exception()) is not None:
             log.error("the engine's supervisor crashed", exc_info=error)
             self._report_down("failed", f"the engine's supervisor crashed: {error!r}", ExitCode.CRASH)
@@ -172,7 +172,7 @@ class EngineProcess(EngineConnection):
     # -- start and restart -----------------------------------------------------------------------------------------
 
     async def _supervise(self, directory: Path) -> None:
-        """Run the engine, and run it again after every crash that a restart can mend."""
+        """Run the engine, again after every crash that a restart can mend."""
         while True:
             try:
                 for owned in (self._directory, self._shared_memory):
@@ -214,7 +214,7 @@ class EngineProcess(EngineConnection):
         return max(pause, RDMA_COOL_DOWN_S) if rdma and killed else pause
 
     async def _run_once(self, directory: Path) -> End:
-        """Start the ranks, serve the leader's connection until one has ended; no process is left afterwards."""
+        """Start the ranks and serve the leader's connection until a rank has ended; then end all."""
         launched, self._launched = self._launched or await self._launch(directory), None
         ranks = launched.ranks
         self._last_message_at = time.monotonic()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from phalanx.config import RUN_PHALANX
-from phalanx.dist.collective_backend import find_mpi, own_files
+from phalanx.dist.collective_backend import file_variables, find_mpi
 from phalanx.environment import KERNELS_VARIABLE, child_environment
 from phalanx.errors import ConfigError
 from phalanx.private_files import write_private
@@ -43,7 +43,7 @@ def rank(run: RunRank, directory: Path) -> Program:
     """
     for name, value in run.variables.items():
         check_variable(name, value, "the server", except_for=OF_THE_SERVER)
-    variables = {**child_environment(), **run.variables, **own_files(directory)}
+    variables = {**child_environment(), **run.variables, **file_variables(directory)}
     for variable, text in run.files.items():
         file = directory / f"{variable}.json"
         file.unlink(missing_ok=True)  # of an earlier rank
@@ -66,7 +66,7 @@ def daemon(run: RunDaemon, directory: Path) -> Program:
     libraries = [str(prefix / "lib"), *filter(None, [variables.get("LD_LIBRARY_PATH")])]
     # As mpirun would set them: the wheel's files are not where it was built.
     variables |= {"PRTE_PREFIX": str(prefix), "PMIX_PREFIX": str(prefix), "LD_LIBRARY_PATH": ":".join(libraries)}
-    variables |= own_files(directory)
+    variables |= file_variables(directory)
     return Program([str(prefix / "bin" / DAEMON), *_whole(run.arguments)], variables)
 
 

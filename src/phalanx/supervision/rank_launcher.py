@@ -1,8 +1,7 @@
-"""Starts the processes of a group on this machine, and finds and ends those that are left.
+"""Starts, finds and ends the processes of a group on this machine.
 
-A group is one process per rank, or one `mpirun` that starts the ranks. Every start gets new ports, a new nonce and
-a new socket for control connections. `process.py` decides
-whether it starts again.
+A group is one process per rank, or one `mpirun` that starts the ranks. Every start gets new ports, a new nonce and a
+new socket for control connections. `process.py` decides whether to start again.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from phalanx.config import NONCE_BITS, RUN_PHALANX, EngineConfig, GroupConfig
 from phalanx.dist.collective_backend import (
     ChosenBackend,
     environment_of,
+    file_variables,
     mpirun_command,
-    own_files,
     ring_hostfile,
 )
-from phalanx.dist.gpus import usable_gpus, variables_of
+from phalanx.dist.gpus import gpu_variables, usable_gpus
 from phalanx.dist.ports import LOOPBACK, free_ports
 from phalanx.dist.topology import Topology
 from phalanx.environment import KERNELS_VARIABLE, child_environment
@@ -53,8 +52,8 @@ class Child(Protocol):
     def send_signal(self, signal: int) -> None: ...
 
 
-CONTROL_SUFFIX = ".ctl"  # of the control connections' socket; no longer than ".sock", for paths have 104 bytes at most
-POLL_S = 0.05  # between two looks at processes that are ending
+CONTROL_SUFFIX = ".ctl"  # of the control socket; no longer than ".sock", since such paths have at most 104 bytes
+POLL_S = 0.05  # between checks of ending processes
 
 
 @dataclass(frozen=True)
@@ -70,16 +69,16 @@ class RankProcesses:
 
     Args:
         processes: name -> process; the names are "rank 0", "rank 1", ..., or "mpirun", or "mpirun of stage 0", ...
-        pid_files: rank -> the file in which the rank leaves its process id.
+        pid_files: rank -> the file in which the rank writes its process id.
     """
 
     def __init__(self, processes: dict[str, Child], pid_files: Sequence[Path]) -> None:
         self.processes = processes
         self._pid_files = pid_files
         self.numbers: dict[int, int] = {}
-        """Process id -> rank, of the ranks of this machine when the first process had ended."""
+        """Process id -> rank, of this machine's ranks when the first process ended."""
         self.killed = False
-        """Whether a process had to be ended by SIGKILL."""
+        """Whether a process was sent SIGKILL."""
 
     @property
     def leader_pid(self) -> int | None:
@@ -147,10 +146,10 @@ async def start_ranks(
     """Start all ranks of all stages.
 
     Args:
-        choice: None where no stage has more than one rank, so that none needs a backend.
-        socket_path: on which the server process waits for rank 0, in a directory that only this user may enter. It is
-            the ranks' temporary directory as well.
-        shared_memory: directory for Open MPI's segments, else its own choice.
+        choice: None if no stage has more than one rank and so needs a backend.
+        socket_path: on which the server process waits for rank 0, in a private directory, which is also the ranks'
+            temporary directory.
+        shared_memory: directory for Open MPI's segments; None leaves the choice to it.
 
     Raises:
         OSError: a process cannot be started.
@@ -159,7 +158,7 @@ async def start_ranks(
     base += ["--config", msgspec.json.encode(config).decode()]
     topology = Topology(config.widths)
     pid_files = [pid_file(socket_path, rank) for rank in range(topology.size)]
-    common = own_files(socket_path.parent, shared_memory) | ({} if config.cpu_kernels else {KERNELS_VARIABLE: "0"})
+    common = file_variables(socket_path.parent, shared_memory) | ({} if config.cpu_kernels else {KERNELS_VARIABLE: "0"})
     if topology.size == 1:
         return RankProcesses({"rank 0": await spawn([*base, "--rank", "0"], common)}, pid_files)
     backend = None if choice is None else choice.backend
@@ -198,7 +197,7 @@ async def _start_each(
         meeting = f"{LOOPBACK}:{free_ports(1)[0]}"
     processes: dict[str, Child] = {}
     for tp_rank, rank in enumerate(ranks):
-        variables = {**common, **variables_of(rank, usable_gpus())}
+        variables = {**common, **gpu_variables(rank, usable_gpus())}
         if backend is not None and len(ranks) > 1:
             variables |= environment_of(backend, tp_rank, hostfile, size=len(ranks), meeting=meeting)
         processes[f"rank {rank}"] = await spawn([*base, "--rank", str(rank)], variables)
@@ -233,7 +232,7 @@ def pid_file(socket_path: Path, rank: int) -> Path:
 
 
 def write_pid_file(socket_path: Path, rank: int) -> None:
-    """Leave this process's id beside the server's socket. A link is not followed: others may write there.
+    """Write this process's id beside the server's socket. Follows no link: other users may write there.
 
     Raises:
         ConfigError: the file cannot be written.

@@ -312,7 +312,7 @@ def test_a_forged_end_is_not_an_orderly_one(gatherer: Gatherer, cut: bool):
 
 
 def test_another_clusters_rank_is_turned_away_and_keeps_trying_until_its_deadline(gatherer: Gatherer, caplog: Any):
-    refused = "what listens there does not accept the certificate of this end"
+    refused = "the process there does not accept the certificate of this end"
     gives_up(f"within %s s: .*{refused}", gatherer.address, shows=stolen_place(1))
     joined(gatherer)
     assert "from 127.0.0.1 port" in caplog.text
@@ -320,7 +320,7 @@ def test_another_clusters_rank_is_turned_away_and_keeps_trying_until_its_deadlin
 
 
 def test_a_rank_does_not_join_another_clusters_leader(gatherer: Gatherer):
-    words = "within %s s: what listens there shows a certificate that is not of this"
+    words = "within %s s: the process there shows a certificate that is not of this"
     gives_up(words, gatherer.address, shows=OTHERS[1])
     joined(gatherer)
 
@@ -364,13 +364,11 @@ def test_a_host_of_the_cluster_cannot_issue_certificates(gatherer: Gatherer):
 
 
 def test_a_rank_of_another_start_is_refused_by_both_and_its_address_logged(gatherer: Gatherer, caplog: Any):
-    with pytest.raises(
-        GroupError, match=r"rank 0 \(host0, .*\), does not let in rank 1 .*is of another job"
-    ) as refused:
+    with pytest.raises(GroupError, match=r"rank 0 \(host0, .*\), refuses rank 1 .*belongs to another job") as refused:
         connect(gatherer.address, nonce=8)
     assert exit_code_of(refused.value) is ExitCode.GROUP
     joined(gatherer)
-    assert "from 127.0.0.1 port" in caplog.text and "was dropped: it is of another job" in caplog.text
+    assert "from 127.0.0.1 port" in caplog.text and "was dropped: it belongs to another job" in caplog.text
 
 
 def test_nothing_is_said_in_plain_nor_before_the_hello(gatherer: Gatherer, caplog: Any):
@@ -478,11 +476,11 @@ def test_a_rank_of_another_start_is_refused_on_a_unix_socket_as_well(private: Pa
     leader = LeaderChannel(listener, meeting(control), None, identity(0), FAST, Recorder())
     with ThreadPoolExecutor(1) as pool:
         gathered = pool.submit(leader.gather)
-        with pytest.raises(GroupError, match="is of another job"):
+        with pytest.raises(GroupError, match="belongs to another job"):
             connect(control, nonce=8)
         worker = connect(control)
         assert len(gathered.result(WAIT_S)) == 2
-    assert "the connection from this machine was dropped: it is of another job" in caplog.text
+    assert "the connection from this machine was dropped: it belongs to another job" in caplog.text
     leader.close("done")
     assert worker.receive() is None
     worker.close("done")

@@ -375,7 +375,7 @@ def test_a_step_that_ends_in_time_is_no_stall():
 
 
 def test_limits_that_contradict_each_other_are_refused():
-    with pytest.raises(ConfigError, match=r"beats every 1 s is not silent after 1\.5 s"):
+    with pytest.raises(ConfigError, match=r"limit of 1\.5 s is too short for a heartbeat every 1 s"):
         WatchdogLimits(heartbeat_s=1.0, silence_s=1.5)
 
 

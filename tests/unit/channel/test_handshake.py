@@ -137,7 +137,7 @@ def test_a_leader_that_dies_while_the_group_forms(pool: ThreadPoolExecutor):
     leader.lead()
     leader.close()
     with pytest.raises(
-        PeerMissing, match="the group did not form: what listens there lost its connection: the stream was cut off"
+        PeerMissing, match="the group did not form: the process there lost its connection: the stream was cut off"
     ):
         worker.result(WAIT_S)
 
@@ -172,15 +172,15 @@ RECORD = struct.Struct("!BHH")  # of TLS: kind, version, length
 HANDSHAKE = 22
 
 STRAYS = {
-    "silent": (b"", "did not say who it is within 0.5 s"),
+    "silent": (b"", "sent no Hello within 0.5 s"),
     "http": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "sent an HTTP request"),
     "garbage": (bytes(range(256)) * 40, "does not speak TLS"),
     "a frame in plain": (encode(Hello(identity(1), PROTOCOL, 2, 7)), "does not speak TLS"),
-    "half a record": (RECORD.pack(HANDSHAKE, 0x0301, 100) + b"half", "did not say who it is within 0.5 s"),
+    "half a record": (RECORD.pack(HANDSHAKE, 0x0301, 100) + b"half", "sent no Hello within 0.5 s"),
     "a record too large": (RECORD.pack(HANDSHAKE, 0x0301, 0xFFFF) + bytes(100), "broke TLS: packet length too long"),
     "an endless message": (  # a ClientHello of 128 KB, in as many records as it takes
         (RECORD.pack(HANDSHAKE, 0x0301, 4100) + b"\x01\x02\x00\x00" + bytes(4096)) * 8,
-        "is not a rank. The peer sent too much before it said who it is.",
+        "is not a rank. The peer sent too much before its Hello.",
     ),
     "an encrypted record first": (RECORD.pack(23, 0x0303, 64) + bytes(64), "broke TLS: "),
 }

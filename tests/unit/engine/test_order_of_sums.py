@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations
 
 from phalanx.config import EngineConfig, GroupConfig
-from phalanx.engine.role import order_of_sums
+from phalanx.engine.role import reduction_order
 
 PLAIN, HALF = EngineConfig(model="m"), EngineConfig(model="m", pp_activation_dtype="float16")
 
@@ -16,18 +16,18 @@ def group(*widths: int) -> GroupConfig:
 
 def test_every_difference_between_groups_counts():
     orders = [
-        order_of_sums(PLAIN, None, ()),
-        order_of_sums(PLAIN, group(3), ()),
-        order_of_sums(PLAIN, group(2, 1), [(1, 4), (0, 1), (0, 1)]),
-        order_of_sums(PLAIN, group(2, 1), [(3, 4), (0, 3), (0, 3)]),
-        order_of_sums(PLAIN, group(1, 2), [(1, 4), (1, 4), (0, 1)]),
-        order_of_sums(HALF, group(1, 2), [(1, 4), (1, 4), (0, 1)]),
+        reduction_order(PLAIN, None, ()),
+        reduction_order(PLAIN, group(3), ()),
+        reduction_order(PLAIN, group(2, 1), [(1, 4), (0, 1), (0, 1)]),
+        reduction_order(PLAIN, group(2, 1), [(3, 4), (0, 3), (0, 3)]),
+        reduction_order(PLAIN, group(1, 2), [(1, 4), (1, 4), (0, 1)]),
+        reduction_order(HALF, group(1, 2), [(1, 4), (1, 4), (0, 1)]),
     ]
     assert all(one != other for one, other in combinations(orders, 2))
 
 
 def test_groups_that_are_alike():
     """Where they are, and how they meet, does not count."""
-    here = order_of_sums(PLAIN, group(1, 1), [(2, 4), (0, 2)])
+    here = reduction_order(PLAIN, group(1, 1), [(2, 4), (0, 2)])
     there = GroupConfig(size=2, widths=(1, 1), backend="mpi", nonce=2, control="h:1", hosts=("a", "b"))
-    assert order_of_sums(PLAIN, there, [(2, 4), (0, 2)]) == here
+    assert reduction_order(PLAIN, there, [(2, 4), (0, 2)]) == here

@@ -11,7 +11,7 @@ import pytest
 
 from phalanx.config import EngineConfig
 from phalanx.engine import memory_plan
-from phalanx.engine.memory_plan import _in_whole_model, plan_memory
+from phalanx.engine.memory_plan import _scaled_to_whole, plan_memory
 from phalanx.engine.stages import _rooms, _Spot
 from phalanx.errors import MemoryShortage
 from phalanx.memory import MemoryBudget
@@ -34,7 +34,7 @@ def facts(per_token: int, per_row: int) -> Any:
     ],
 )
 def test_budgets_count_rows_of_the_whole_model(own: Any, whole: Any, kv: int) -> None:
-    assert _in_whole_model(MemoryBudget(kv=1000, prefix=500, logits=7), own, whole) == MemoryBudget(
+    assert _scaled_to_whole(MemoryBudget(kv=1000, prefix=500, logits=7), own, whole) == MemoryBudget(
         kv=kv, prefix=kv // 2, logits=7
     )
 

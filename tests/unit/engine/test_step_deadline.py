@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.engine.step_deadline import FACTOR, UNKNOWN, StepDeadline
+from phalanx.engine.step_deadline import FACTOR, UNMEASURED, StepDeadline
 from phalanx.sched.plan import Forward, Step
 
 
@@ -17,7 +17,7 @@ def step(prefill: int = 0, rows: int = 1, width: int = 1) -> Step:
 
 
 def test_before_anything_was_measured_there_is_much_time():
-    assert StepDeadline(10.0).limit(step()) == 10.0 * UNKNOWN
+    assert StepDeadline(10.0).limit(step()) == 10.0 * UNMEASURED
 
 
 def test_fast_steps_get_the_least_limit():

@@ -88,7 +88,7 @@ TABLES = {
         mark is_reused          sending
         breaks                  queued        a failed, retry after a
         place b                 sending
-        mark was_held           sending
+        mark client_was_slow    sending
         breaks                  queued        b failed, retry after b
         place c                 sending
         answers 200             done          c answered

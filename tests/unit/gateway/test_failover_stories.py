@@ -152,7 +152,7 @@ class Chance:
     def breaks(self) -> None:
         traffic = self.world.traffic
         traffic.is_unreachable = not traffic.is_sent and self.draw.random() < 0.3
-        traffic.is_reused, traffic.was_held = self.draw.random() < 0.2, self.draw.random() < 0.2
+        traffic.is_reused, traffic.client_was_slow = self.draw.random() < 0.2, self.draw.random() < 0.2
         if self.draw.random() < 0.5:
             self.world.half_a_piece()
         self.world.breaks()

@@ -114,7 +114,7 @@ def test_a_prompt_that_cannot_be_is_refused(tokenizer, monkeypatch):
         for path, asked, prompt, says in (
             (URL, body, [*ids, tokenizer.vocab_size], "start.prompt has the token id"),
             (URL, body, [-1, *ids], "start.prompt has the token id -1"),
-            (URL, body, ids[1:], "not the one whose checksum it has"),
+            (URL, body, ids[1:], "start.prompt does not have the checksum"),
             ("/v1/completions", {"model": "tiny", "prompt": "x"}, ids, "start.prompt is a chat's"),
         ):
             content, headers = request_of(asked, replace(resume, start=replace(resume.start, prompt=prompt)))

@@ -223,7 +223,9 @@ def test_ports_are_of_the_address(tmp_path, monkeypatch):
         with pytest.raises(HostUnreachable, match=r"192\.0\.2\.1 is not an address of"):
             await there.free_ports("192.0.2.1", 1)
         monkeypatch.setattr(ports, "PORTS", sorted(found))
-        with pytest.raises(HostUnreachable, match=r"b: all ports from \d+ to \d+ of 127\.0\.0\.1 are taken: end what"):
+        with pytest.raises(
+            HostUnreachable, match=r"b: all ports from \d+ to \d+ of 127\.0\.0\.1 are taken: end programs"
+        ):
             await there.free_ports("127.0.0.1", 4)
 
     with_agent(tmp_path, test)

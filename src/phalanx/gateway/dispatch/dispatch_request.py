@@ -23,13 +23,13 @@ class Affinity(Struct, frozen=True):
 
 
 class DispatchRequest:
-    """A request that wants a replica. Compared by identity.
+    """A request for a replica. Compared by identity.
 
     Args:
         owner: of its API key; "" without keys.
-        model: that a replica must serve; None is any.
-        give_up_at: latest time to be granted a replica; monotonic seconds.
-        rows: answers that it asks for; each counts as a request on the replica.
+        model: that a replica must serve; None for any.
+        give_up_at: latest time of a grant; monotonic seconds.
+        rows: number of answers; each counts as a request on the replica.
     """
 
     __slots__ = ("affinity", "determinism_key", "give_up_at", "model", "owner", "refused", "rows", "tried")
@@ -48,5 +48,5 @@ class DispatchRequest:
 
     @property
     def is_begun(self) -> bool:
-        """Its client has a part of the answer, so it needs a replica that can continue the stream."""
+        """Whether its client has a part of the stream, so that it needs a replica that can continue."""
         return self.determinism_key is not None

@@ -1,17 +1,17 @@
 """Decides which request goes to which replica, and when, as plain calls.
 
-    arrive(request) -> Grant    it goes to this replica
+    arrive(request) -> Grant    the request goes to this replica
                     -> None     it waits; `decided` will return it
                     raises      the queue is full, or no replica can take it at all
     end(grant, verdict)         the attempt is over
-    blame(grant)                it failed, and its request is not the cause
-    elsewhere(request, replica) -> Grant or None      a second grant, on another replica than this one
+    blame(grant)                the attempt failed, and not because of its request
+    elsewhere(request, replica) -> Grant or None      a second grant, on another replica
     decided() -> [(request, Grant or error)]          to be called after every change
 
-After `decided` no waiting request can go, so a new request that can go overtakes none.
+After `decided` no waiting request can be granted a replica, so a new request that can overtakes none.
 
-A request whose begun stream has lost its replica waits in a queue of its own: it goes first, and takes no room in the
-queue of the others. It waits even while there is no replica at all, since a failed one may come back.
+A request whose begun stream has lost its replica waits in a separate queue: it goes first, and takes no room in the
+others' queue. It waits even if every replica is down, since one may come back.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Grant(Struct, eq=False):
 
 Decision = tuple[DispatchRequest, Grant | PhalanxError]
 _Kind = tuple[object, ...]
-"""What decides which replicas may get a request: model, determinism key, and replicas that failed or refused it."""
+"""The values on which `_ready` depends: model, determinism key, and replicas that failed or refused the request."""
 
 
 class Dispatcher:
@@ -62,7 +62,7 @@ class Dispatcher:
     # Replicas ------------------------------------------------------------------------------------------------
 
     def add(self, replica: Replica) -> None:
-        """Send requests to a replica once it is up."""
+        """Add a replica; it gets requests once it is up."""
         self.replicas[replica.name] = replica
 
     def remove(self, name: str) -> Replica:
@@ -112,7 +112,7 @@ class Dispatcher:
 
     def elsewhere(self, request: DispatchRequest, replica: Replica, now: float) -> Grant | None:
         """A second grant, on a healthy replica other than this one with room for all rows; None if there is none. A
-        begun stream also needs an equal determinism key: otherwise waiting for the first replica is as good.
+        begun stream also needs an equal determinism key: an inexact continuation is no better than waiting.
         """
         able = [
             other
@@ -182,7 +182,7 @@ class Dispatcher:
     def _take(self, now: float) -> tuple[DispatchRequest, list[Replica]] | None:
         """Remove the next waiting request that can go from its queue, with the replicas that can take it."""
         if not (free := self._free(now)):
-            return None  # so that a thousand waiting requests cost nothing while all replicas are busy
+            return None  # a thousand waiting requests cost nothing while all replicas are busy
         ready: dict[_Kind, list[Replica]] = {}
 
         def can_go(request: DispatchRequest) -> bool:

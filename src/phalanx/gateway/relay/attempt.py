@@ -1,6 +1,6 @@
 """One attempt of one request on one replica: sends the request and reads the answer.
 
-Errors of the HTTP library end here: the proxy sees phalanx's own errors, with the replica's name.
+It maps the HTTP library's errors to phalanx's, with the replica's name.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RETURNED_PREFIXES = ("anthropic-", "openai-", "ratelimit-", "x-phalanx-", "x-rat
 before it (X-Accel-Redirect), which a replica may not. The gateway adds headers of its own.
 """
 OWN_FAULTS = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL))
-"""Errors of this machine, not of the replica, in opening a connection; many clients can cause them."""
+"""Errors of this machine, not of the replica, when it opens a connection; many clients can cause them."""
 CLIENTS_KEYS = frozenset(("authorization", "x-api-key"))
 
 
@@ -92,7 +92,7 @@ def response_headers(given: Mapping[str, str], status: int) -> CIMultiDict[str]:
 
 
 class Attempt:
-    """One attempt, open from `send` to the end of the `async with`, which closes the connection unless it is idle.
+    """One attempt, open within `async with`; the end closes the connection unless it is idle.
 
     Args:
         traffic: updated as bytes pass.
@@ -114,7 +114,7 @@ class Attempt:
 
     @property
     def is_broken(self) -> bool:
-        """A framing error closed the connection before the body's end, which aiohttp does not report to readers."""
+        """Whether a framing error closed the connection before the body's end, which aiohttp does not report."""
         response = self._response
         if response is None or response.connection is None or response.connection.protocol is None:
             return False
@@ -127,7 +127,7 @@ class Attempt:
 
     async def __aexit__(self, *details: object) -> None:
         if self._response is not None:
-            self._response.close()  # at its end the connection is in the pool already
+            self._response.close()  # a finished one has returned to the pool
         try:
             await self._scope.__aexit__(*details)  # type: ignore[arg-type]
         except TimeoutError:

@@ -1,9 +1,8 @@
 """Cuts a replica's stream into whole events, and detects whether it ended or broke off.
 
-A part of an event is held back until its rest has come, so that an error event can follow at any time.
-
-If the replica sends records (`http/stream_records.py`), each event is held back until its record has come. So the
-client has exactly what the transcript says, and another replica can continue from there.
+It passes only whole events, so that an error event can follow at any time. If the replica sends records
+(`http/stream_records.py`), it passes an event only once its record has come. So the client has exactly the tokens of
+the transcript, and another replica can continue from there.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from phalanx.http.stream_records import StreamRecord, record_in
 
 MAX_EVENT = 16 << 20  # bytes; the largest known have all log-probabilities of a long echoed prompt
 MAX_LINES = 1 << 14  # of one event, read in 10 ms; known servers write two
-BLANK_LINE = re.compile(rb"\n\r?\n|\r\n\r?\n|\r\r")  # first bytes known: a third of the time of \r?\n...
-NO_CR = re.compile(rb"\n\n")  # all that it can be in a stream without \r, and found in a quarter of that
+BLANK_LINE = re.compile(rb"\n\r?\n|\r\n\r?\n|\r\r")  # with fixed first bytes, in a third of the time of (\r?\n){2}
+NO_CR = re.compile(rb"\n\n")  # for a stream without \r, in a quarter of that time
 LINE_END = re.compile(rb"\r\n|\n|\r")
 FIELDS = frozenset((b"data", b"event", b"id", b"retry", b""))  # "" is a comment
 DONE = b"[DONE]"
-REASON_CHARS = 500  # of a replica's error, for the client
+REASON_CHARS = 500  # of a replica's error that the client gets
 MAX_PIECE = 2 * MAX_EVENT  # bytes of the events that wait for one record
 
 
@@ -50,13 +49,13 @@ class Seen(Struct, frozen=True):
 
     ends: bool = False
     has_data: bool = False
-    has_text: bool = False  # or calls; not looked for after the first
+    has_text: bool = False  # or calls; not checked after the first
     usage: bytes = b""  # the counts of `AnswerCounts`; empty if it has none
     number: int | None = None
 
 
 NOTHING = Seen()
-PLAIN = Seen(has_data=True)  # nearly all
+PLAIN = Seen(has_data=True)  # nearly all events
 
 
 class EventReader:
@@ -65,7 +64,7 @@ class EventReader:
     Args:
         dialect: decides how the stream ends; an opaque one ends with the HTTP body.
         lines: the stream is lines of JSON instead of server-sent events.
-        transcript: takes the replica's records; None if it was asked for none.
+        transcript: takes the replica's records; None if the gateway asked for none.
     """
 
     def __init__(self, dialect: Dialect, *, lines: bool = False, transcript: Transcript | None = None) -> None:
@@ -74,8 +73,8 @@ class EventReader:
         self.lines = lines
         self.transcript = transcript
         self._held = bytearray()  # the beginning of an event
-        self._looked = 0  # bytes of it that were searched for its end
-        self._unrecorded = bytearray()  # whole events, and then blanks, that no record has followed yet
+        self._searched = 0  # bytes of it that were searched for its end
+        self._unrecorded = bytearray()  # whole events and blanks that wait for their record
         self._unrecorded_seen: list[Seen] = []  # what these events mean
         self.is_paused = False
         """The replica's last record says that its engine is down."""
@@ -88,13 +87,13 @@ class EventReader:
         self.next_number = 0
         """Number of the next event, in dialects that number them."""
         self.fault = ""
-        """What is wrong with the stream after the events that passed; empty if nothing is."""
+        """The stream's error after the events that passed; empty without one."""
         self.usage = b""
         """Token counts of the last event that had any, as `AnswerCounts.as_json`; empty if there were none."""
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of the answer so far if no event counts them: those of the records, or one for each event."""
+        """Tokens of the answer so far if its events do not count them: by the records, or one per event."""
         return max(self.n_events, self.transcript.n_tokens if self.transcript is not None else 0)
 
     @property
@@ -103,10 +102,10 @@ class EventReader:
         return self.transcript is not None and self.transcript.is_kept and not self.ended
 
     def begin_again(self) -> None:
-        """Another replica continues the stream: drop the bytes held back from the last one."""
+        """Drop the bytes held back from the last replica: another one continues the stream."""
         self.is_paused = False
         self._held.clear()
-        self._looked = 0
+        self._searched = 0
         self._unrecorded.clear()
         self._unrecorded_seen.clear()
         self.fault = ""
@@ -118,7 +117,7 @@ class EventReader:
             self._end = BLANK_LINE
         passing = bytearray()
         last = 0
-        at = max(0, self._looked - 3)
+        at = max(0, self._searched - 3)
         try:
             while (found := self._end.search(self._held, at)) is not None:
                 passing += self._pass(bytes(self._held[last : found.start()]), found[0])
@@ -126,15 +125,15 @@ class EventReader:
         except MalformedAnswer as error:
             self.fault = error.message
         del self._held[:last]
-        self._looked = len(self._held)
-        if self._looked > MAX_EVENT:
+        self._searched = len(self._held)
+        if self._searched > MAX_EVENT:
             self.fault = f"an event is longer than {MAX_EVENT >> 20} MiB"
         elif len(self._unrecorded) > MAX_PIECE:
             self.fault = f"no record came for {MAX_PIECE >> 20} MiB of its stream"
         return bytes(passing)
 
     def close(self) -> bytes:
-        """The replica's body has ended. Returns the events that waited for a record, if it never sent any."""
+        """End the replica's body. Returns the events held back for records if the replica sends none."""
         if self.transcript is None or self.transcript.start is not None or self.fault:
             return b""
         return self._release()
@@ -152,7 +151,7 @@ class EventReader:
         return ""
 
     def _pass(self, event: bytes, end: bytes) -> bytes:
-        """The bytes that may pass once this event has come."""
+        """Take in an event. Returns the bytes that may pass now."""
         if self.transcript is None:
             self._apply(self._read(event))
             return event + end
@@ -184,7 +183,7 @@ class EventReader:
         return whole
 
     def _apply(self, seen: Seen) -> None:
-        """The event passes."""
+        """Count an event that passes."""
         self.ended = self.ended or seen.ends
         self.n_events += seen.has_data
         self.has_text = self.has_text or seen.has_text

@@ -23,8 +23,8 @@ class ClientExchange:
     """See the module's docstring.
 
     Args:
-        http: a request whose key was accepted.
-        arrived: when its header had come; monotonic seconds.
+        http: a request with a valid key.
+        arrived: when its head had arrived; monotonic seconds.
     """
 
     def __init__(self, http: Exchange, arrived: float) -> None:
@@ -42,7 +42,7 @@ class ClientExchange:
         self.n_read = 0
         """Bytes of its body."""
         self.n_tokens = 0
-        """Tokens of prompt and answer that its key is charged if the request ends now."""
+        """Tokens of prompt and answer that count against its key if the request ends now."""
 
     @property
     def quota_owner(self) -> str:

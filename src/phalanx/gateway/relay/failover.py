@@ -1,14 +1,14 @@
-"""Decides what becomes of one request: when it is sent, sent again or moved to another replica, and how it ends.
+"""Decides when a request is sent, sent again or moved to another replica, and how it ends.
 
     queued --placed--> sending --passed_on, answered--> done
       ^                   |
-      |                   +-- broke_off, or answered with what another replica may answer better
+      |                   +-- broke_off, or answered with an error that another replica may not have
       |                   |       before the first byte: the request is sent again
       |                   |       in a begun stream: with what its client has (`http/stream_records.py`)
       +-- backing off <---+
 
 Each event is a method, and the state is the step that `proxy.py` has to take next: wait for a place, wait `pause_s`,
-send, or answer with `result`. Places, blame and counts go to the dispatcher and the metrics, which are pure as well.
+send, or answer with `result`. The dispatcher grants places and blames replicas.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ FORBIDDEN = 403
 NOT_FOUND = 404
 FAILED = 500  # from here on an answer may be the replica's fault
 MAX_GAP_S = 60.0  # failover gap, in which a begun stream waits for a replica; a server restarts its ranks in less
-MIN_S = 0.01  # of a request's time that a replica is given
-REASON_BYTES = 300  # of an answer that refuses a stream, for the client
+MIN_S = 0.01  # the least remaining time in a `Resume`
+REASON_BYTES = 300  # of a replica's refusal to continue a stream, for the client's error
 
 Result = BufferedResponse | PhalanxError
 """How an attempt failed, or a request ended."""
@@ -61,25 +61,25 @@ class Failover(Struct, eq=False, kw_only=True):
     traffic: Traffic | None = None  # of the attempt under way
     pause_s: float = 0.0
     result: Result | None = None  # of the request; None: the whole answer was passed on
-    stream: EventReader | None = None  # of a begun answer that has lost its replica
-    gap_since: float | None = None  # begin of the failover gap: when the last piece passed
+    stream: EventReader | None = None  # of the begun stream, once it has lost a replica
+    gap_since: float | None = None  # start of the failover gap: when the last piece passed
     gap_of: str = ""  # the replica that the stream lost last
     has_begun: bool = False  # the client has a part of the answer
     successor: Grant | None = None  # another replica, to which the request moves when its attempt has ended
-    attempts: int = 0  # that replicas have failed
-    breaks: int = 0  # replicas that broke off
-    losses: list[str] = []  # why the begun stream lost each replica, or was refused by it
-    moves: int = 0  # replicas that the begun stream has lost
+    attempts: int = 0  # failed ones
+    breaks: int = 0  # attempts that broke off; `max_breaks` limits them
+    losses: list[str] = []  # why each replica lost or refused the begun stream, for the client's error
+    moves: int = 0  # times that the begun stream has lost its replica
     not_found: int = 0  # replicas that answered 404
-    unexplained: list[Grant] = []  # of attempts that failed, perhaps because of the request
-    met_stale: bool = False  # an idle connection failed it: further attempts open new ones
-    last: Result | None = None  # of the attempts that failed
-    gateway_end: PhalanxError | None = None  # why no further attempt begins
+    unblamed: list[Grant] = []  # failed attempts for which the request may be the cause
+    met_stale: bool = False  # an idle connection has failed it, so further attempts open new ones
+    last: Result | None = None  # of the last failed attempt
+    gateway_end: PhalanxError | None = None  # the gateway is closing: no further attempt begins
 
     # Events ----------------------------------------------------------------------------------------------------
 
     def placed(self, grant: Grant, now: float) -> None:
-        """The dispatcher has granted a replica."""
+        """The dispatcher has granted a replica: send the request there."""
         if self.gateway_end is not None:
             self.dispatcher.end(grant, "cancelled", now)
             self._end(self.gateway_end, now)
@@ -102,7 +102,7 @@ class Failover(Struct, eq=False, kw_only=True):
         return self.stream.transcript.resume(next_number=self.stream.next_number, timeout_s=left, moves=self.moves)
 
     def place_refused(self, error: PhalanxError, now: float) -> None:
-        """No replica can take the request; one that has failed it may be back after a pause."""
+        """No replica can take the request. Retry after a pause if one that has failed it may be back."""
         if self.has_begun or not isinstance(error, NoReplica):
             self._end(error, now)
         elif not (self.request.tried and self._may_retry(now)):
@@ -119,7 +119,7 @@ class Failover(Struct, eq=False, kw_only=True):
 
     def first_byte(self, now: float) -> None:
         """The attempt's first byte was handed to the network."""
-        self._explain(now)
+        self._blame_failures(now)
         self._close_gap("continued")
 
     def passed_on(self, now: float) -> None:
@@ -128,14 +128,14 @@ class Failover(Struct, eq=False, kw_only=True):
         self._done("continued", now)
 
     def answered(self, answer: BufferedResponse, now: float) -> None:
-        """A whole answer has come; the client has nothing of it."""
+        """A whole answer has come; none of it was sent to the client."""
         if answer.status in SUCCEEDED:
-            self._explain(now)
+            self._blame_failures(now)
         has_failed = answer.status >= FAILED
         traffic = self._release("failed" if has_failed else "answered", now)
         replica = traffic.grant.replica
         if has_failed:
-            self.unexplained.append(traffic.grant)
+            self.unblamed.append(traffic.grant)
         if traffic.admin_key is not None and _refuses_key(answer):
             replica.refused_key = traffic.admin_key
             if not self.has_begun:
@@ -156,18 +156,18 @@ class Failover(Struct, eq=False, kw_only=True):
             self._move(now)
 
     def broke_off(self, error: PhalanxError, now: float) -> None:
-        """The attempt has failed, or was cut."""
+        """The attempt has broken off, or the gateway has cut it."""
         traffic = self._release("failed", now)
         replica = traffic.grant.replica
         self.met_stale |= traffic.is_stale
         if traffic.is_unreachable:
             self.dispatcher.blame(traffic.grant, now)
-        elif not (traffic.is_stale or traffic.was_held):
-            self.unexplained.append(traffic.grant)
+        elif not (traffic.is_stale or traffic.client_was_slow):
+            self.unblamed.append(traffic.grant)
         if traffic.is_sent or self.successor is not None:
             self.breaks += not replica.is_removed  # a removed one did not break off because of the request
             if self.has_begun:
-                self._lose(traffic, error, now)
+                self._note_loss(traffic, error, now)
         self._note_failure(replica, error)
         if self.has_begun:
             self._move(now)
@@ -175,8 +175,8 @@ class Failover(Struct, eq=False, kw_only=True):
             self._retry(replica, now)
 
     def tick(self, now: float) -> PhalanxError | None:
-        """Some time has passed. Returns the error with which to end the attempt: its replica is silent, or makes no
-        progress while another one could.
+        """Check the running attempt. Returns the error with which to end it: its replica is silent, or makes no
+        progress and another one could.
         """
         traffic = self.traffic
         if traffic is None or traffic.is_relaying:
@@ -205,7 +205,7 @@ class Failover(Struct, eq=False, kw_only=True):
             self.state = "queued"
 
     def _retry(self, replica: Replica, now: float) -> None:
-        """Send a request whose answer has not begun once more, or end it."""
+        """Send the request again (its answer has not begun), or end it."""
         assert self.last is not None
         if self.gateway_end is None and (self.successor is not None or self._may_retry(now)):
             self.metrics.retried(replica.name)
@@ -229,7 +229,7 @@ class Failover(Struct, eq=False, kw_only=True):
     def _move(self, now: float) -> None:
         """Move a begun stream to another replica, or end it."""
         assert self.last is not None
-        is_lost = isinstance(self.last, (BufferedResponse, ReplicaFailed, MalformedAnswer))  # else out of time
+        is_lost = isinstance(self.last, (BufferedResponse, ReplicaFailed, MalformedAnswer))  # else its time is over
         can_move = is_lost and self.stream is not None and self.stream.can_go_on and not self._limit_reached
         if can_move and now < self.request.give_up_at:
             self._next(now)
@@ -256,11 +256,11 @@ class Failover(Struct, eq=False, kw_only=True):
             parts.append(f"It is not moved again: perhaps it makes replicas fail (--migration-limit {limit}).")
         return why if isinstance(why, PhalanxError) and len(parts) == 1 else ReplicaFailed(" ".join(parts))
 
-    # What an event means ---------------------------------------------------------------------------------------
+    # Parts of events ------------------------------------------------------------------------------------------
 
     @property
     def _limit_reached(self) -> bool:
-        """So many replicas have failed during this request that it may be the cause."""
+        """Whether so many replicas have broken off that this request may be the cause."""
         return self.breaks > self.config.max_breaks
 
     def _release(self, verdict: Verdict, now: float) -> Traffic:
@@ -284,11 +284,11 @@ class Failover(Struct, eq=False, kw_only=True):
             self.metrics.migrated(self.gap_of, outcome)
             self.gap_since = None
 
-    def _explain(self, now: float) -> None:
-        """A replica answers the request, so the request is not why others failed: count the failures against them."""
-        for grant in self.unexplained:
+    def _blame_failures(self, now: float) -> None:
+        """Count earlier failures against their replicas: one that answers shows that the request was not the cause."""
+        for grant in self.unblamed:
             self.dispatcher.blame(grant, now)
-        self.unexplained.clear()
+        self.unblamed.clear()
 
     def _note_failure(self, replica: Replica, result: Result) -> None:
         self.last = result
@@ -303,8 +303,8 @@ class Failover(Struct, eq=False, kw_only=True):
             return self.not_found == 1 and self.dispatcher.has_untried(self.request, now)
         return answer.status in RETRIED and not answer.is_final
 
-    def _lose(self, traffic: Traffic, error: PhalanxError, now: float) -> None:
-        """A begun answer has lost its replica."""
+    def _note_loss(self, traffic: Traffic, error: PhalanxError, now: float) -> None:
+        """Record that a begun answer has lost its replica."""
         name, self.stream = traffic.grant.replica.name, traffic.reader
         if self.stream is not None and self.stream.ended:
             return
@@ -316,23 +316,23 @@ class Failover(Struct, eq=False, kw_only=True):
             self.gap_since, self.gap_of = since, name
             self.moves += 1
             self.request.give_up_at = now + min(self.config.queue_timeout_secs, MAX_GAP_S)
-            self._note_begun(traffic)
+            self._require_compatible(traffic)
 
-    def _note_begun(self, traffic: Traffic) -> None:
-        """From here on the request needs a replica that can continue what this one has begun."""
+    def _require_compatible(self, traffic: Traffic) -> None:
+        """Restrict further grants to replicas that can continue this one's stream."""
         models = traffic.grant.replica.models
         if traffic.transcript is not None:
             self.request.determinism_key = traffic.transcript.determinism_key
         if self.request.model is None and models:
-            self.request.model = min(models)  # the request names none, and another model cannot continue its tokens
+            self.request.model = min(models)  # the request names no model, and only this one can continue its tokens
 
     def _reserve(self, traffic: Traffic, now: float) -> bool:
         """Reserve another replica for a request whose own makes no progress. The request stays if none is free, or if
-        one more failure would exceed the limit: a phalanx server detects itself that a request crashes its engine.
+        one more break would exceed the limit: the server itself quarantines a request that crashes its engine.
         """
         if self.successor is None and self.gateway_end is None and self.breaks < self.config.max_breaks:
             if self.has_begun or traffic.passed_at is not None:
-                self._note_begun(traffic)
+                self._require_compatible(traffic)
             self.successor = self.dispatcher.elsewhere(self.request, traffic.grant.replica, now)
             return self.successor is not None
         return False

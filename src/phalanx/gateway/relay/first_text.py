@@ -1,6 +1,6 @@
-"""Finds the event of a stream with the model's first text, reasoning or call, for the gateway's TTFT.
+"""Finds the event with the model's first text, reasoning or call, for the gateway's TTFT.
 
-Events before it only open the answer, and may come before any token.
+Earlier events only open the answer, perhaps before any token exists.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from phalanx.http.foreign_json import decoder
 
 _value = decoder(dict[str, Any])
 TEXTS = ("content", "text", "reasoning_content", "reasoning", "refusal", "thinking", "response", "partial_json")
-"""Fields of the model's output; the object that has them depends on the dialect."""
+"""Fields with the model's output, in an object that depends on the dialect."""
 CALLS = ("tool_calls", "function_call")
 
 

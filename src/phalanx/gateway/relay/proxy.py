@@ -1,6 +1,5 @@
-"""Answers requests through replicas: reads bodies, and takes the steps that `failover.py` decides.
-
-The dispatcher decides which replica gets a request, and when.
+"""Answers requests through replicas: reads bodies, and takes the steps that `failover.py` decides. The dispatcher
+decides which replica gets a request, and when.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from phalanx.http.stream_records import MIGRATION, RESUME, resume_body
 
 log = logging.getLogger(__name__)
 
-BODIES = 64  # of the largest size that are held together
+BODIES = 64  # of the largest size that fit in memory together
 TICK_S = 0.25  # between two checks of attempts that wait for their replica
 KEEP_ALIVE_S = 5.0  # between two keep-alives in a failover gap, as in a phalanx server's streams
 WITHOUT_KEY = "the replica %s refuses its admin key: its streams cannot move, and it sees all API keys as one client"
@@ -56,7 +55,7 @@ class _Call(Struct, eq=False):
     body: bytes
     n_tokens: int  # expected, of prompt and answer
     pass_keys: bool  # pass the client's own key on
-    kept_at: float  # when its stream last had a replica, or the client a keep-alive
+    kept_at: float  # when its stream last had a replica or its client got a keep-alive
     attempt: Attempt | None = None  # under way
     queued_s: float = 0.0
 
@@ -111,7 +110,7 @@ class Proxy:
             pass_keys: pass the client's own key on.
 
         Raises:
-            PhalanxError: there is no answer; nothing was sent.
+            PhalanxError: no replica answered; nothing was sent.
         """
         with body_lease(self._memory, exchange.quota_owner) as memory:
             body = await read_body(exchange.http, self._config.max_body_bytes, memory)
@@ -218,7 +217,7 @@ class Proxy:
         elif failover.state == "backing off":
             with suppress(TimeoutError):
                 async with asyncio.timeout(failover.pause_s):
-                    await self._closing.wait()  # which ends the pause early
+                    await self._closing.wait()  # ends the pause early
             failover.pause_over(clock())
         else:
             asked_at = clock()
@@ -290,10 +289,10 @@ class Proxy:
         return headers, body
 
     async def _end(self, call: _Call) -> Reply:
-        """End the answer.
+        """Send the result, or end the begun answer.
 
         Raises:
-            PhalanxError: there is none.
+            PhalanxError: the result is an error and nothing was sent.
         """
         exchange, result, stream = call.exchange, call.failover.result, call.failover.stream
         if isinstance(result, BufferedResponse):

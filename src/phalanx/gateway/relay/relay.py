@@ -1,6 +1,6 @@
 """Passes one replica's answer on to the client: a stream event by event, any other answer once it is whole.
 
-If the client has the beginning of the stream from another replica, this one's events follow it.
+A stream may continue one that another replica has begun.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from phalanx.gateway.relay.traffic import BufferedResponse
 from phalanx.http.error_responses import SHOULD_RETRY
 from phalanx.http.stream_records import LINES
 
-WHOLE_BYTES = 8 << 20  # an answer that is not a stream is held up to here, and can be retried if it breaks off
+MAX_BUFFERED = 8 << 20  # bytes of an answer that is not a stream; up to here it can be retried if it breaks off
 FED_BYTES = 4 << 10
-"""Of a stream, read at a time: 4,096 bytes can be 2,048 events, which take 10 ms; others are served in between."""
-FIRST_ERROR = 400  # of statuses
+"""Of a stream, read at a time: 4,096 bytes may be 2,048 events, which take 10 ms; then other requests get a turn."""
+FIRST_ERROR = 400  # the lowest status of an error
 KEY_REMEDY = "It needs one of its own: --worker-key, or `key` where the replica is named."
-HELD_S = 1.0  # a piece that waits longer for its client holds up the replica's connection
-LINGER_S = 1.0  # for the end of a stream whose last event has come
+SLOW_CLIENT_S = 1.0  # a client that takes longer to read a piece holds up the replica's connection
+LINGER_S = 1.0  # longest wait for the end of the body after the stream's last event
 STREAMS = {"text/event-stream": False, LINES: True}
 """Media type of a stream -> whether it is lines of JSON."""
 
@@ -38,12 +38,12 @@ def tokens_so_far(exchange: ClientExchange, reader: EventReader) -> int:
 
 
 class Relay:
-    """Relays one attempt's answer. If its traffic has a reader from the beginning, the answer continues a begun stream.
+    """Relays one attempt's answer. If its traffic already has a reader, the answer continues a begun stream.
 
     Args:
         is_clients_key: the replica gets the client's key, so the client gets its 401.
         on_first_byte: called when the attempt's first byte has been handed to the network.
-        on_first_text: called when the answer's first text has been, if no earlier attempt sent text.
+        on_first_text: called when the answer's first text has been handed over, unless an earlier attempt sent text.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Relay:
         if response.content_type in STREAMS and response.status == 200:
             await self._stream(response)
             return None
-        return await self._hold(response)
+        return await self._buffer(response)
 
     async def _stream(self, response: aiohttp.ClientResponse) -> None:
         encoding = response.headers.get("Content-Encoding", "identity")
@@ -136,21 +136,21 @@ class Relay:
         except TimeoutError:
             pass  # the replica keeps it open; the attempt closes it
 
-    async def _hold(self, response: aiohttp.ClientResponse) -> BufferedResponse | None:
-        held = bytearray()
+    async def _buffer(self, response: aiohttp.ClientResponse) -> BufferedResponse | None:
+        body = bytearray()
         headers = self._headers(response)
         async with aclosing(self._attempt.pieces()) as pieces:
             async for piece in pieces:
-                held += piece
-                if len(held) > WHOLE_BYTES:
+                body += piece
+                if len(body) > MAX_BUFFERED:
                     if self._traffic.reader is not None:
                         raise MalformedAnswer(f"The replica {self._attempt.name} does not continue a stream as one.")
-                    await self._send(response, bytes(held))
-                    async for more in pieces:  # too large to be held
+                    await self._send(response, bytes(body))
+                    async for more in pieces:  # too large to buffer
                         await self._send(response, more)
                     return None
         is_final = response.headers.get(SHOULD_RETRY) == "false"
-        return BufferedResponse(response.status, headers, bytes(held), is_final)
+        return BufferedResponse(response.status, headers, bytes(body), is_final)
 
     def _headers(self, response: aiohttp.ClientResponse) -> Mapping[str, str]:
         headers = response_headers(response.headers, response.status)
@@ -164,7 +164,7 @@ class Relay:
         if not exchange.has_begun:
             await exchange.http.begin(response.status, self._headers(response))
         await exchange.http.write(data)
-        traffic.was_held |= clock() - began > HELD_S
+        traffic.client_was_slow |= clock() - began > SLOW_CLIENT_S
         if is_first:
             self._on_first_byte()
         if exchange.first_text_s is None:

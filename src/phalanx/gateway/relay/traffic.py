@@ -1,7 +1,4 @@
-"""The state of one attempt on one replica, as far as bytes have passed, and what it says about the replica.
-
-`attempt.py` and `relay.py` write it as bytes pass; `failover.py` decides by it.
-"""
+"""The progress of one attempt on one replica. `attempt.py` and `relay.py` update it; `failover.py` decides by it."""
 
 from __future__ import annotations
 
@@ -13,11 +10,11 @@ from phalanx.gateway.dispatch.dispatcher import Grant
 from phalanx.gateway.relay.event_reader import EventReader
 from phalanx.gateway.relay.transcript import Transcript
 
-QUIET_S = 0.5  # without a byte of a stream, after which its replica is checked: most steps are shorter
+QUIET_S = 0.5  # a stream silent for longer has its replica checked: most steps are shorter
 
 
 class BufferedResponse(Struct, frozen=True):
-    """An answer that has come whole; nothing of it has been sent yet."""
+    """A whole answer, not sent to the client yet."""
 
     status: int
     headers: Mapping[str, str]
@@ -31,29 +28,29 @@ class Traffic(Struct, eq=False):
 
     grant: Grant
     admin_key: str | None  # sent with the request
-    transcript: Transcript | None  # of the replica's records; None: it is asked for none
+    transcript: Transcript | None  # of the replica's records; None: the gateway asks for none
     last_byte: float  # when the last one came or was passed on, or the attempt began
     reader: EventReader | None  # of a stream, once the answer is known to be one
     has_begun: bool = False  # a byte of the answer has come
     is_sent: bool = False  # the replica may be computing
-    is_unreachable: bool = False  # it gave no connection, for which the request is not the cause
+    is_unreachable: bool = False  # it accepted no connection, so the request is not the cause
     is_reused: bool = False  # the connection has served a request before
-    was_held: bool = False  # by a client that reads slowly, for which its replica may have given up
+    client_was_slow: bool = False  # the client read slowly, so that the replica may have given up
     is_relaying: bool = False  # waiting for the client, not for the replica
     passed_at: float | None = None  # when the last piece was written to the client
 
     @property
     def is_stale(self) -> bool:
-        """It failed, perhaps because the replica had just closed a connection that was idle."""
+        """Whether a failure may mean only that the replica had just closed an idle connection."""
         return self.is_reused and not self.has_begun
 
     @property
     def can_move(self) -> bool:
-        """It is a stream that another replica can continue."""
+        """Whether another replica can continue the stream."""
         return self.reader is not None and self.reader.can_go_on
 
     def needs_check(self, now: float) -> bool:
-        """Whether a stream that can move is quiet, and no check of its replica has begun since its last byte."""
+        """Whether a movable stream is quiet and its replica was not checked since the last byte."""
         is_quiet = self.grant.replica.health.checked_at < self.last_byte < now - QUIET_S
         return is_quiet and self.can_move and not self.is_relaying
 
@@ -66,7 +63,7 @@ class Traffic(Struct, eq=False):
         return f"sent nothing for {stream_timeout_s:g} s" if is_late else ""
 
     def standstill(self, check_timeout_s: float, now: float) -> str:
-        """Why this attempt makes no progress, though it may again, as a predicate; empty if it does."""
+        """Why this attempt makes no progress for now, as a predicate; empty if it does."""
         health = self.grant.replica.health
         if self.reader is None and health.determinism_key and not self.has_begun:  # an answer that is not a stream
             since = health.refused_since

@@ -1,6 +1,5 @@
-"""The tokens that the client of one stream has, from its replicas' records (`http/stream_records.py`).
-
-Another replica continues the stream from them.
+"""The tokens that the client of one stream has, from its replicas' records (`http/stream_records.py`), by which another
+replica can continue it.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class Transcript:
     """See the module's docstring.
 
     Args:
-        max_items: tokens and log-probabilities of all choices, and choices. A longer stream is dropped, so that it
-            cannot move. A prompt that does not fit beside them is dropped.
+        max_items: limit for choices, tokens and log-probabilities. Beyond it the tokens are dropped, and the stream
+            cannot move. A prompt that does not fit too is dropped.
     """
 
     def __init__(self, max_items: int) -> None:
@@ -53,10 +52,10 @@ class Transcript:
         self._choices: dict[int, _Kept] = {}
         self._prompt = _no_tokens()  # of `start`, which then has none
         self.start: Start | None = None
-        """Of the latest record that had one; without the prompt."""
+        """From the latest record with one; its prompt is kept in 4 bytes a token."""
         self._size = 0
         self.n_tokens = 0
-        """Of the answer in all records, also after the stream was dropped."""
+        """Of the answer in all records, the dropped ones too."""
 
     @property
     def is_kept(self) -> bool:
@@ -81,16 +80,16 @@ class Transcript:
         if start is None:
             raise MalformedAnswer("its first record has no start")
         prompt = _ids(start.prompt)
-        news = {choice.index: self._tokens(choice) for choice in record.choices}
-        if len(news) < len(record.choices):
+        new = {choice.index: self._tokens(choice) for choice in record.choices}
+        if len(new) < len(record.choices):
             raise MalformedAnswer("a record has a choice twice")
         if record.start is not None:
             self.start, self._prompt = replace(start, prompt=[]), prompt
-        self.n_tokens += sum(map(len, news.values()))
+        self.n_tokens += sum(map(len, new.values()))
         for choice in record.choices:
-            self._add(choice, news[choice.index])
+            self._add(choice, new[choice.index])
         if self._size + len(self._prompt) > self._max_items:
-            self._prompt = _no_tokens()  # the stream can still continue, if not exactly
+            self._prompt = _no_tokens()  # the stream can still continue, though inexactly
         if self._size > self._max_items:
             self._choices.clear()
 

@@ -55,16 +55,16 @@ Asked = TypeVar("Asked", bound=ParsedBody | StaticAnswer)
 class StreamMigration:
     """One request's known tokens, and the records of its stream.
 
-    Call the methods in their order here. Without the two headers they change nothing.
+    Call the methods in the order below. Without the two headers they change nothing.
 
     Args:
         headers: of the request.
-        admin_key: None: the server sends no records.
+        admin_key: None if the server has none and so sends no records.
         determinism_key: of a server with this model; see `determinism_key.py`.
 
     Raises:
-        AdminKeyRefused: MIGRATION has another key, or RESUME comes without it.
-        RequestTooLarge: RESUME is more than a `Resume` may have.
+        AdminKeyRefused: MIGRATION has a wrong key, or is missing beside RESUME.
+        RequestTooLarge: RESUME exceeds the limit of a `Resume`.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class StreamMigration:
         prompts: Prompts,
         determinism_key: Callable[[ModelInfo], str],
     ) -> None:
-        self.moves = 0  # of a stream that is continued inexactly
+        self.moves = 0  # times that the stream has moved, if this server continues it inexactly
         self.n_known = 0  # known tokens and log-probabilities
         self._records = RecordBuffer() if _is_of_gateway(headers, admin_key) else None
         self._first_part = headers.get(RESUME)
         self.n_before = 0 if self._first_part is None else max(0, resume_size(self._first_part))
-        """Bytes of the body before the client's own."""
+        """Bytes of the `Resume` before the client's body."""
         self._resume: Resume | None = None
         self._prompts = prompts
         self._determinism_key = determinism_key
@@ -88,7 +88,7 @@ class StreamMigration:
         """The client's body.
 
         Raises:
-            InvalidRequest: the part before it is not a `Resume`.
+            InvalidRequest: the bytes before it are not a `Resume`.
         """
         if self._first_part is None:
             return data
@@ -101,7 +101,7 @@ class StreamMigration:
         """Check and return the parsed body. An answer that is not streamed has no records.
 
         Raises:
-            InvalidRequest: it cannot be the body that the stream answers.
+            InvalidRequest: the begun stream cannot be an answer to it.
         """
         request = asked.request if isinstance(asked, ParsedBody) else None
         if request is None or not request.options.stream:
@@ -124,10 +124,10 @@ class StreamMigration:
         return 0 if self._resume is None else self._resume.moves
 
     async def prompt(self, vocab_size: int) -> list[int] | None:
-        """A continued chat's prompt, if another server's memory made it; else empty. None: the answer begins here.
+        """The prompt in the `Resume`; empty if the template gives it. None if the answer begins here.
 
         Raises:
-            InvalidRequest: it is not a prompt, or not the one that the answer began with.
+            InvalidRequest: it has invalid ids, or is not the prompt with which the answer began.
         """
         if self._resume is None:
             return None
@@ -142,7 +142,7 @@ class StreamMigration:
 
         Args:
             echo: the answer repeats the prompts.
-            is_recalled: another server cannot make the prompt, so it is sent with the records.
+            is_recalled: only this server's memory of calls gives the prompt, so the first record has it.
 
         Raises:
             InvalidRequest: the `Resume` does not fit the requests.
@@ -177,13 +177,13 @@ class StreamMigration:
 
         await self._prompts.run(self.n_known, work)
         assert self._records is not None, "RESUME comes with MIGRATION"
-        self._records.choices.clear()  # another server has sent them
+        self._records.choices.clear()  # another server has sent these records
         return True
 
     def with_records(
         self, pieces: AsyncGenerator[bytes], output: OutputQueue, media_type: str
     ) -> AsyncGenerator[bytes]:
-        """The pieces of a stream, each with its record; also a record when `output`'s engine goes down or is back."""
+        """The pieces of a stream, each with its record; also a record when the engine goes down or is back."""
         if self._records is None:
             return pieces
         return _with_records(pieces, self._records, output, lines=media_type == LINES)
@@ -226,7 +226,7 @@ class RecordBuffer:
         """The next record, of everything since the last one.
 
         Args:
-            is_paused: the engine is down at the moment.
+            is_paused: the engine is down.
         """
         choices = list(self.choices.values())
         record = StreamRecord(start=self.start, choices=choices, failed=self.failed, paused=is_paused)
@@ -272,7 +272,7 @@ def _crc(ids: Sequence[int], before: int = 0) -> int:
 
 
 def _known(resume: Resume) -> Iterator[tuple[int, Event | None]]:
-    """The events that the choices' decoders have taken in on other servers."""
+    """The known events of each choice, for the decoders."""
     for choice in resume.choices:
         if choice.echoed:
             yield choice.index, None
@@ -282,10 +282,10 @@ def _known(resume: Resume) -> Iterator[tuple[int, Event | None]]:
 
 
 def _check_prompt(start: Start, vocab_size: int) -> None:
-    """Refuse a prompt that is not the one that the answer began with."""
+    """Refuse a prompt other than the one with which the answer began."""
     check_ids(f"{RESUME}: start.prompt", start.prompt, vocab_size)
     if start.prompt and _crc(start.prompt) != start.prompts:
-        raise _invalid("the start's prompt is not the one whose checksum it has.")
+        raise _invalid("start.prompt does not have the checksum start.prompts.")
 
 
 def _continued(

@@ -1,9 +1,9 @@
 """The journal of unfinished sequences: each one's request, its committed tokens and its output queue.
 
 The journal lives in the server and survives the engine, so that streams pause instead of breaking when a rank dies
-(design: Fail-stop, then resume). It listens to the engine, keeps the committed tokens, and submits every unfinished
-sequence again once a new engine is ready. A sequence that may have caused crashes runs alone, and is given up after
-further crashes. `queue_room.py` limits the number of requests.
+(design: Fail-stop, then resume). It keeps the committed tokens, and submits every unfinished sequence again once a new
+engine is ready. A sequence that may have caused crashes runs alone, and fails after further crashes. `queue_room.py`
+limits the number of requests.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from phalanx.types import Batch, Cancel, Finish, Finished, ModelInfo, PromptScor
 log = logging.getLogger(__name__)
 
 UNREAD_TOKENS = 2048  # per request; about 8 KiB of text, or a minute of a fast model
-CRASHES = 2  # a sequence computed during so many crashes is tried alone; after as many alone, it is quarantined
-TRIAL_TOKENS = 32  # of a sequence alone: more than a step computes, so that it passes the place of its last crash
+CRASHES = 2  # a sequence that was running in so many crashes runs alone; after as many alone, it is quarantined
+TRIAL_TOKENS = 32  # that a sequence computes alone: more than a step, so that it passes the point of its last crash
 
 
 class _JournalEntry:
@@ -42,8 +42,8 @@ class _JournalEntry:
         self.committed: list[int] = list(request.committed)
         self.scored = request.prompt_logprobs is None
         self.finish_at: int | None = None  # number of output tokens that completed a stop string
-        self.known = False  # to the running engine
-        self.progressed = False  # got tokens since it was last submitted
+        self.known = False  # the running engine has it
+        self.progressed = False  # it got tokens since its last submission
         self.crashes = 0  # while it was computed
         self.crashes_alone = 0  # while it was computed alone
 
@@ -51,7 +51,7 @@ class _JournalEntry:
         """The request that continues this sequence: with committed tokens and the remaining timeout.
 
         Args:
-            max_tokens: limit for now.
+            max_tokens: further tokens at most.
         """
         timeout, stop = self.request.timeout_s, self.request.stop
         if max_tokens is not None:
@@ -133,8 +133,8 @@ class Journal:
         self._entries: dict[str, _JournalEntry] = {}  # by sequence id, in order of arrival
         self._reserved = 0  # reserved slots that have no sequence yet
         self._room = QueueRoom(max_num_seqs=max_num_seqs, queue=queue, prompt_bytes=prompt_bytes)
-        self._suspects: list[_JournalEntry] = []  # to be tried alone
-        self._trial: _JournalEntry | None = None  # being tried alone; all others wait meanwhile
+        self._suspects: list[_JournalEntry] = []  # that will run alone
+        self._trial: _JournalEntry | None = None  # runs alone, while all others wait
         self._closing = ""  # why new requests are refused
         self._idle = asyncio.Event()
         self._idle.set()
@@ -273,7 +273,7 @@ class Journal:
         """Submit the next suspect, alone; after the last one, all waiting sequences."""
         now = self._clock()
         self._trial = None
-        with suppress(EngineUnavailable):  # it has just gone down, and `on_ready` will come again
+        with suppress(EngineUnavailable):  # it has just gone down; `on_ready` will be called again
             while self._suspects and self._trial is None:
                 entry = self._suspects.pop(0)
                 if entry.request.id in self._entries:
@@ -309,7 +309,7 @@ class Journal:
                 self._quarantine(entry, reason)
 
     def _computing(self) -> list[_JournalEntry]:
-        """The sequences that may have had a row: each owner's are served in order of arrival."""
+        """The sequences that may have had a row; the engine serves those of one owner in order of arrival."""
         seen: Counter[str] = Counter()
         found = []
         for entry in self._entries.values():
