@@ -1,6 +1,6 @@
 // Now: the server or gateway, its hosts, links and replicas, from the overview's parts.
 
-import { $, bar, bytes, cell, fill, h, number, table } from "./dom.js";
+import { $, bar, bytes, cell, fill, h, number, plural, table } from "./dom.js";
 import { below, parts } from "./overview.js";
 
 const KINDS = [
@@ -92,7 +92,8 @@ function memory(found) {
   return h("div", { class: "memory" },
     h("div", { class: "stack", role: "img", "aria-label": `Memory of ${bytes(found.total)}: ${words}` }, spans),
     h("ul", { class: "legend" }, shown.map(([kind, label]) => h("li", {}, h("span", { class: `key m-${kind}` }), h("span", { text: label }),
-      h("b", { text: kind === "rows" ? `${bytes(amounts.rows)} of ${bytes(found.rows_budget)}` : kind === "prefixes" ? `${bytes(amounts.prefixes)} of ${bytes(found.prefixes_budget)}` : bytes(amounts[kind]) })))));
+      h("b", { text: kind === "rows" ? `${bytes(amounts.rows)} of ${bytes(found.rows_budget)}` : kind === "prefixes" ? `${bytes(amounts.prefixes)} of ${bytes(found.prefixes_budget)}` : bytes(amounts[kind]) }))),
+      Number.isFinite(found.disk_blocks) ? h("li", {}, h("span", { text: "Kept prefixes on disk" }), h("b", { text: plural(found.disk_blocks, "block") })) : null));
 }
 
 function links(found) {
