@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -64,6 +65,19 @@ def test_a_key_sees_its_own_and_the_gateways_admin_key_all() -> None:
             for key, n in ((KEYS[0], 1), (KEYS[1], 0), ("gateway-admin", 1)):
                 client._headers = {"Authorization": f"Bearer {key}"}
                 assert len(rows(await parts(client, lambda found: "server" in found))) == n
+
+    run(scenario())
+
+
+def test_why_a_replica_cannot_be_reached_is_told_without_its_address() -> None:
+    async def scenario() -> None:
+        with socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))  # and does not listen
+            async with gateway(f"http://127.0.0.1:{closed.getsockname()[1]}", up=0) as client:
+                found = await parts(client, lambda found: "events/1" in found)
+                (replica,) = [part for name, part in found.items() if name.startswith("replicas/")]
+                assert replica["reason"] == "cannot be reached (Connection refused)"
+                assert found["events/1"]["what"].endswith("cannot be reached (Connection refused).")
 
     run(scenario())
 
