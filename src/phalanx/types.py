@@ -174,6 +174,7 @@ class SequenceProgress(Struct, frozen=True, kw_only=True):
     computed: int  # tokens whose KV is computed
     known: int  # tokens of prompt and answer
     cached_tokens: int = 0
+    disk_tokens: int = 0  # of those, loaded from disk for this sequence
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     work: SequenceWork = field(default_factory=SequenceWork)

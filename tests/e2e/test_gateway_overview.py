@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +14,7 @@ from msgspec.structs import replace
 from support.gateways import CHAT, Client, gateway, run
 from support.serving import CONFIG, fake_engine, make_tokenizer, running_server
 from support.stub_replica import StubReplica, streaming
+from support.token_replica import Fault, TokenReplica
 
 from phalanx.supervision.fake_engine import replying
 
@@ -63,6 +65,42 @@ def test_a_key_sees_its_own_and_the_gateways_admin_key_all() -> None:
             for key, n in ((KEYS[0], 1), (KEYS[1], 0), ("gateway-admin", 1)):
                 client._headers = {"Authorization": f"Bearer {key}"}
                 assert len(rows(await parts(client, lambda found: "server" in found))) == n
+
+    run(scenario())
+
+
+def test_why_a_replica_cannot_be_reached_is_told_without_its_address() -> None:
+    async def scenario() -> None:
+        with socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))  # and does not listen
+            async with gateway(f"http://127.0.0.1:{closed.getsockname()[1]}", up=0) as client:
+                found = await parts(client, lambda found: "events/1" in found)
+                (replica,) = [part for name, part in found.items() if name.startswith("replicas/")]
+                assert replica["reason"] == "cannot be reached (Connection refused)"
+                assert found["events/1"]["what"].endswith("cannot be reached (Connection refused).")
+
+    run(scenario())
+
+
+def test_a_move_is_among_the_events_of_its_own_key_with_its_gap() -> None:
+    async def scenario() -> None:
+        async with (
+            TokenReplica(Fault(3, "reset")) as first,
+            TokenReplica() as second,
+            gateway(
+                first.url, second.url, key=KEYS[0], api_key=KEYS, worker_admin_key="adm", policy="round_robin"
+            ) as client,
+        ):
+            assert "error" not in str(await client.stream())
+            names = [url.removeprefix("http://") for url in (first.url, second.url)]
+            for key, n in ((KEYS[0], 1), (KEYS[1], 0)):
+                client._headers = {"Authorization": f"Bearer {key}"}
+                found = await parts(client, lambda found: "server" in found)
+                moves = [part for name, part in found.items() if name.startswith("moves/")]
+                assert len(moves) == n
+                for move in moves:
+                    assert f"moved from {names[0]} to {names[1]}" in move["what"] and move["at"] > 1.7e9
+                    assert move["gap_seconds"] >= 0 and f"after {move['gap_seconds']:.2f} s" in move["did"]
 
     run(scenario())
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from processes import SUSPICIOUS, Process, are_up, gateway, process, stub, wait_until
 from support.gateways import running_gateway
 from support.pages import VIEWS, Looked, ask, looking, saying
 from support.scripted_model import tokenizer_of
 from support.serving import CONFIG, fake_engine, make_tokenizer, running_server
 
 AXE = Path(__file__).parents[2] / ".venv" / "axe" / "axe.min.js"
+SMALL = ("--memory-guard-gb", "0.2", "--kv-cache-gb", "0.1", "--log-level", "warning")
 SIZES = {"desktop": (1440, 900), "tablet": (820, 1100), "phone": (390, 844)}
 pytestmark = pytest.mark.full
 
@@ -28,6 +32,14 @@ def look() -> Iterator[Callable[..., Looked]]:
 @pytest.fixture(scope="module")
 def hermes(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return tokenizer_of("hermes", tmp_path_factory.mktemp("hermes"))
+
+
+@contextmanager
+def serving_demo(*arguments: str) -> Iterator[tuple[Process, str]]:
+    """A server of the demo model as a process, and its origin."""
+    port = () if "--port" in arguments else ("--port", "0")
+    with process("-m", "phalanx", "serve", "demo", *SMALL, *port, *arguments) as server:
+        yield server, server.first.split()[3].removesuffix("/v1")
 
 
 # Try ----------------------------------------------------------------------------------------------------------------
@@ -158,16 +170,73 @@ def test_a_gateway_whose_replica_fails_while_the_page_looks_on(look: Any, tmp_pa
         )
 
 
-def test_the_page_finds_its_server_again(look: Any, hermes: Any) -> None:
-    with saying(hermes, "yes") as server:
-        looked = look(server.origin)
-        looked.until_text("#state", "tiny")
-        looked.page.context.set_offline(True)
-        looked.page.evaluate("0")
-        with saying(hermes, "yes"):
-            pass
-        looked.page.context.set_offline(False)
-        looked.until_text("#state", "tiny")
+def test_a_gateway_whose_replicas_process_is_killed_while_the_page_looks_on(look: Any) -> None:
+    with ExitStack() as stack:
+        stubs = [stack.enter_context(stub("0.05", "100000", module="support.token_replica")) for _ in range(2)]
+        urls = ",".join(url for _, url in stubs)
+        _, origin = stack.enter_context(gateway("--worker-urls", urls, "--worker-admin-key", "adm", *SUSPICIOUS))
+        wait_until(lambda: are_up(origin, 2))
+        looked = look(origin)
+        page = looked.page
+        looked.until_text("#state", "gateway")
+        ask(looked, "hello")
+        looked.until("() => document.querySelector('.message.model .prose')?.textContent.length > 5")
+        page.evaluate("location.hash = 'requests'")
+        looked.until_text("#view-requests tbody", "decode")
+        had = page.inner_text("#view-requests tbody tr td:nth-child(4)")
+        names = [url.removeprefix("http://") for _, url in stubs]
+        other = names[1 - names.index(had)]
+        stubs[names.index(had)][0].signal(signal.SIGKILL)
+        looked.until_text("#view-requests tbody tr td:nth-child(4)", other)
+        length = page.evaluate("document.querySelector('.message.model .prose').textContent.length")
+        longer = "(length) => document.querySelector('.message.model .prose').textContent.length > length"
+        looked.until(longer, arg=length)
+        page.evaluate("location.hash = 'now'")
+        looked.until_text("#view-now tbody tr:first-child", "cannot be reached")
+        assert had in page.inner_text("#view-now tbody tr:first-child"), "the bad one comes first"
+        page.evaluate("location.hash = 'events'")
+        looked.until_text(".events", f"moved from {had} to {other}")
+        looked.until_text(".events", "It went on after")
+        looked.until_text(".events", f"The replica {had} cannot be reached")
+        page.evaluate("location.hash = 'try'")
+        page.click("text=Stop")
+        looked.until_text(".message.model .note", "Stopped.")
+
+
+def test_the_page_finds_a_server_again_whose_process_was_killed(look: Any) -> None:
+    with ExitStack() as stack:
+        server, origin = stack.enter_context(serving_demo())
+        looked = look(origin)
+        looked.until_text("#state", "demo")
+        server.signal(signal.SIGKILL)
+        looked.until_text("#state", "no connection")
+        server.process.wait(120)
+        stack.enter_context(serving_demo("--port", origin.rpartition(":")[2]))
+        looked.until_text("#state", "demo")
+        ask(looked, "What is phalanx?")
+        looked.until_text(".message.model .note", "token")
+
+
+def test_a_group_of_two_ranks_of_which_one_is_killed(look: Any, tmp_path: Path) -> None:
+    with serving_demo("--tp", "2", "--prefix-cache-dir", str(tmp_path)) as (_, origin):
+        looked = look(origin)
+        page = looked.page
+        ask(looked, "What is phalanx?")
+        looked.until_text(".message.model .note", "token")
+        page.evaluate("location.hash = 'now'")
+        looked.until_text("#view-now", "2 ranks")
+        looked.until_text("#view-now", "all-reduce of 1 MiB")
+        looked.until_text("#view-now .legend", "Kept prefixes on disk")
+        ranks = "#view-now .hosts tbody tr"
+        assert page.locator(f"{ranks} td:first-child").all_inner_texts() == ["0", "1"]
+        os.kill(int(page.inner_text(f"{ranks}:nth-child(2) td:last-child").replace(",", "")), signal.SIGKILL)
+        page.evaluate("location.hash = 'events'")
+        looked.until_text(".events", "rank 1")
+        looked.until_text(".events", "started again and served after")
+        looked.until("() => document.querySelector('#state').textContent === 'demo'")
+        page.evaluate("location.hash = 'try'")
+        ask(looked, "And what is a rank?")
+        looked.until_text(".message.model:last-child .note", "token")
 
 
 # For everybody ------------------------------------------------------------------------------------------------------
@@ -194,6 +263,8 @@ def test_nobody_is_kept_out_and_nothing_sticks_out(look: Any, hermes: Any, size:
         for view in VIEWS:
             page.evaluate(f"location.hash = '{view}'")
             looked.until(f"() => document.querySelector('#view-{view}').textContent.length > 20")
+            if view == "now":
+                looked.until_text("#view-now", "Rows")  # known again after the restart
             page.evaluate(AXE.read_text())
             found = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
             serious = [

@@ -56,10 +56,10 @@ def start_of(body: bytes, determinism_key: str) -> Start:
 class Writer:
     """Writes one answer, or the rest of one."""
 
-    def __init__(self, path: str, body: bytes, start: Start, known: Resume | None) -> None:
+    def __init__(self, path: str, body: bytes, start: Start, known: Resume | None, n_tokens: int = N_TOKENS) -> None:
         self.path, self.start = path, start
         asked = json.loads(body)
-        self.n_choices, self.n_tokens = asked.get("n", 1), asked.get("tokens", N_TOKENS)
+        self.n_choices, self.n_tokens = asked.get("n", 1), asked.get("tokens", n_tokens)
         self._number = known.next_number if known is not None else 0
         self._known = {choice.index: choice for choice in known.choices} if known is not None else {}
         self._is_begun = known is not None
@@ -98,7 +98,7 @@ class Writer:
             return self._event("response.output_text.delta", delta=text)
         if self.path == "/v1/messages":
             return self._event("content_block_delta", delta={"text": text})
-        return self._event("", index=index, delta={"content": text})
+        return self._event("", choices=[{"index": index, "delta": {"content": text}}])
 
     def _closing(self) -> bytes:
         usage = {"prompt_tokens": 3, "completion_tokens": self.n_choices * self.n_tokens}
@@ -133,6 +133,7 @@ class TokenReplica(StubReplica):
     Args:
         faults: of the streams to come, one each; then it is sound.
         pause_s: before each piece.
+        n_tokens: of an answer, unless its request says `tokens`.
     """
 
     def __init__(
@@ -142,6 +143,7 @@ class TokenReplica(StubReplica):
         admin_key: str = "adm",
         pause_s: float = 0.0,
         limit: int | None = 16,
+        n_tokens: int = N_TOKENS,
     ) -> None:
         super().__init__(self._write, limit=limit)
         self.determinism_key = determinism_key
@@ -151,6 +153,7 @@ class TokenReplica(StubReplica):
         self.back = asyncio.Event()  # a paused stream goes on
         self.refusal: tuple[int, str] | None = None  # status and message with which it answers what it shall continue
         self._pause_s = pause_s
+        self._n_tokens = n_tokens
 
     async def _write(self, call: Call) -> None:
         given = call.headers.get(MIGRATION)
@@ -170,7 +173,7 @@ class TokenReplica(StubReplica):
             await call.whole(200, {"choices": [], "usage": {"total_tokens": 7}})
             return
         start = known.start if known is not None else start_of(call.body, self.determinism_key)
-        writer = Writer(call.path, call.body, start, known)
+        writer = Writer(call.path, call.body, start, known, self._n_tokens)
         await call.begin(MEDIA.get(call.path, "text/event-stream"))
         fault = self.faults.pop(0) if self.faults else None
         for number, piece in enumerate(writer.pieces()):
@@ -218,11 +221,11 @@ class TokenReplica(StubReplica):
             await call.end()
 
 
-async def _main(pause_s: float) -> None:
-    async with TokenReplica(pause_s=pause_s) as stub:
+async def _main(pause_s: float, n_tokens: int = N_TOKENS) -> None:
+    async with TokenReplica(pause_s=pause_s, n_tokens=n_tokens) as stub:
         print(stub.port, flush=True)
         await asyncio.sleep(3600)
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(float(sys.argv[1])))
+    asyncio.run(_main(float(sys.argv[1]), *map(int, sys.argv[2:])))

@@ -23,7 +23,7 @@ SERVER: dict[str, Any] = {
         "ranks": [{"rank": 0, "mismatches": 0}, {"rank": 1, "mismatches": 3}],
         "memory": {
             "total": 25 << 30, "available": 24 << 30, "guard": 5 << 30, "weights": 9 << 20, "rows": 1 << 30,
-            "rows_budget": 10 << 30, "prefixes": 0, "prefixes_budget": 3 << 30,
+            "rows_budget": 10 << 30, "prefixes": 0, "prefixes_budget": 3 << 30, "disk_blocks": 12,
         },
     },
     "requests/a": {
@@ -64,7 +64,8 @@ def test_no_line_is_wider_than_the_terminal(parts: dict[str, Any], width: int) -
 def test_a_server_is_shown_whole() -> None:
     text = "\n".join(shown(SERVER, 200))
     for said in ("demo", "2 of 16 rows", "1 waiting", "43% of prompts cached", "rows 1.0 GiB of 10.0 GiB", "374.9",
-                 "3 steps differ", "prefill 50%", "90%", "rank 1 was killed by signal 9", "phalanx logs"):  # fmt: skip
+                 "3 steps differ", "prefill 50%", "90%", "rank 1 was killed by signal 9", "phalanx logs",
+                 "12 blocks on disk"):  # fmt: skip
         assert said in text
     assert text.index("req_b") < text.index("chatcmpl-")  # the newest first
 

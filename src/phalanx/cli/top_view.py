@@ -91,6 +91,7 @@ def _host(name: str, host: Mapping[str, Any]) -> list[Text]:
             Text(f"weights {_size(memory['weights'])}"),
             Text(f"rows {_size(memory['rows'])} of {_size(memory['rows_budget'])}"),
             Text(f"prefixes {_size(memory['prefixes'])} of {_size(memory['prefixes_budget'])}"),
+            *([Text(f"{memory['disk_blocks']} blocks on disk")] if memory.get("disk_blocks") is not None else []),
             Text(f"free {_size(max(0, memory['available'] - memory['guard']))} of {_size(memory['total'])}"),
         ]
     return facts

@@ -42,6 +42,7 @@ class WorkLog:
                 computed=row.kv_len + row.in_flight,
                 known=len(row.tokens),
                 cached_tokens=row.cached_tokens,
+                disk_tokens=row.disk_tokens,
                 drafted_tokens=row.drafted,
                 accepted_tokens=row.accepted,
                 work=self._work.get(row.id, SequenceWork()),

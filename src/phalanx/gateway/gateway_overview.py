@@ -109,6 +109,8 @@ class GatewayOverview:
             parts[f"requests/{number}"] = {"number": number, **trail.row(now)}
         for number, change in self._fleet.changes:
             parts[f"events/{number}"] = change
+        for name, move in self._trails.moves(owner).items():
+            parts[f"moves/{name}"] = move
         return parts
 
     # -----------------------------------------------------------------------------------------------------------

@@ -86,6 +86,10 @@ def test_progress_shows_the_rows() -> None:
     world.log.note(step)
     (row,) = world.log.progress()
     assert (row.id, row.computed, row.known, row.work) == ("a", 32, 100, SequenceWork(chunks=1))
+    sequence = world.scheduler.by_id["a"]
+    sequence.cached_tokens, sequence.disk_tokens = 20, 10
+    (row,) = world.log.progress()
+    assert (row.cached_tokens, row.disk_tokens) == (20, 10)
 
 
 def test_a_row_that_is_taken_away_counts() -> None:

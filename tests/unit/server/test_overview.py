@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from support.serving import CHAT, CONFIG, fake_engine, serving
 
 from phalanx.supervision.fake_engine import replying
+from phalanx.types import EngineStats, RankStats
 
 KEYED = replace(CONFIG, api_key=("one", "two"), admin_key="admin-key")
 
@@ -67,6 +68,19 @@ def test_the_server_and_a_request_while_it_runs_and_after(tokenizer):
         assert found[name]["output_tokens"] == 2
 
     run(tokenizer, scenario, manual=True)
+
+
+@pytest.mark.parametrize(("directory", "blocks"), [("/somewhere", 3), (None, None)])
+def test_the_leaders_host_has_its_memory_and_how_much_is_on_disk(tokenizer, directory, blocks):
+    async def scenario(client, engine):
+        ranks = [RankStats(rank=0, host="a", pid=7), RankStats(rank=1, host="b", pid=8)]
+        engine._stats = EngineStats(ranks=ranks, prefix_bytes=9, disk_blocks=3)
+        found = await parts(client, lambda found: "hosts/a" in found)
+        memory = found["hosts/a"]["memory"]
+        assert (memory["prefixes"], memory["disk_blocks"]) == (9, blocks)
+        assert "memory" not in found["hosts/b"]
+
+    run(tokenizer, scenario, replace(CONFIG, engine=replace(CONFIG.engine, prefix_cache_dir=directory)))
 
 
 def test_a_key_sees_its_own_requests_and_the_admin_key_all(tokenizer):

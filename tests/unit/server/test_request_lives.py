@@ -152,6 +152,7 @@ def test_the_story_says_where_the_prompt_left_what_was_kept():
     assert "512 of 600 prompt tokens were cached in memory: the nearest kept prefix has 700 tokens" in story
     assert "differs from token 512 on, in message 3 of 3 (user)" in story
     assert "prefilled in 2 chunks in 1.50 s" in story and "3 of 4 drafted tokens were accepted" in story
+    assert life_json(life, {}, clock(), 0)["prefix"]["disk_tokens"] == 0
     assert "waited 0.25 s for a row" in story and "90 all-reduces of it were verified" in story
 
 
@@ -199,6 +200,23 @@ def test_the_last_thousand_are_remembered():
         log.begin(life_of(str(number)), [sequence(f"{number}/0", 1)])
     assert log.find("0", None) is None and log.find("1", None) is not None
     log.on_batch(Batch(1, [Tokens("0/0", 0, [1])]))  # of one that is forgotten
+
+
+def test_what_was_cached_on_disk_is_told_while_the_request_runs_and_after():
+    clock = Clock()
+    log = RequestLog(clock)
+    log.begin(life_of(), [sequence()])
+    life = log.find("a", None)
+    assert life is not None
+    work = SequenceWork(left_at=512, nearest_tokens=512)
+    runs = SequenceProgress(id="a/0", computed=512, known=600, cached_tokens=512, disk_tokens=512, work=work)
+    assert row_json(life, {"a/0": runs}, clock())["disk_tokens"] == 512
+    assert "512 of 600 prompt tokens were cached on disk: all" in life_json(life, {"a/0": runs}, 0, 0)["story"][-1]
+    over = replace(ended(left_at=512, nearest_tokens=512), disk_tokens=512)
+    log.on_batch(Batch(1, [Tokens("a/0", 0, [1, 2]), over]))
+    assert row_json(life, {}, clock())["disk_tokens"] == 512
+    assert life_json(life, {}, clock(), 0)["prefix"]["disk_tokens"] == 512
+    assert "512 of 600 prompt tokens were cached on disk: all" in told(log, clock)
 
 
 def test_rows_of_the_table():

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -295,6 +297,8 @@ def _shown_change(replica: Replica) -> dict[str, Any]:
 
 def _one_line(error: BaseException) -> str:
     inner = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    if refused := re.search(r"\[Errno (\d+)\] Connect call failed", str(inner)):
+        return os.strerror(int(refused[1]))  # asyncio's own words have the address, which is the admin's
     text = getattr(inner, "strerror", None) or str(inner) or type(inner).__name__
     return " ".join(str(text).split())[:REASON_CHARS]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
@@ -315,7 +316,8 @@ class Proxy:
         if since is not None:
             self._metrics.gap(now - since)
             arrived = call.exchange.arrived
-            call.trail.moves.append(StreamMove(since - arrived, call.failover.gap_of, replica.name, now - since))
+            origin = call.failover.gap_of
+            call.trail.moves.append(StreamMove(since - arrived, origin, replica.name, now - since, time.time()))
             call.trail.gap_since = None
             log.info("%s: %s continues the stream after %.2f s", call.exchange.id, replica.name, now - since)
         call.failover.first_byte(now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from itertools import islice
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -10,6 +11,7 @@ from msgspec import Struct
 from phalanx.gateway.relay.exchange import ClientExchange
 
 MAX_TRAILS = 1000
+MAX_MOVES = 50  # shown among the page's events
 
 Outcome = Literal["", "finished", "failed", "client left"]
 
@@ -21,6 +23,7 @@ class StreamMove(Struct, frozen=True):
     origin: str
     target: str
     gap_s: float
+    ended: float  # seconds since 1970, when it went on
 
 
 class RequestTrail(Struct, kw_only=True, eq=False):
@@ -113,7 +116,27 @@ class RequestTrails:
         found = (trail for trail in reversed(self._trails.values()) if trail.id == id)
         return next((trail for trail in found if owner is None or trail.owner == owner), None)
 
+    def moves(self, owner: str | None) -> dict[str, dict[str, Any]]:
+        """The last moves of streams by name, as the page shows them among its events."""
+        found = (
+            (f"{k}-{i}", _shown_move(one.id, one.moves[i]))
+            for k, one in reversed(self._trails.items())
+            if owner is None or one.owner == owner
+            for i in reversed(range(len(one.moves)))
+        )
+        return dict(islice(found, MAX_MOVES))
+
     def latest(self, n: int, owner: str | None) -> dict[int, RequestTrail]:
         """Those that are not over, and the last others, n in all at least; newest first, by number."""
         own = [(k, one) for k, one in reversed(self._trails.items()) if owner is None or one.owner == owner]
         return {k: one for i, (k, one) in enumerate(own) if i < n or not one.outcome}
+
+
+def _shown_move(id: str, move: StreamMove) -> dict[str, Any]:
+    return {
+        "at": round(move.ended, 1),
+        "what": f"The stream of {id} moved from {move.origin} to {move.target}.",
+        "did": f"It went on after {move.gap_s:.2f} s and lost no token.",
+        "gap_seconds": round(move.gap_s, 2),
+        "is_good": True,
+    }

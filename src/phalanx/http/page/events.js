@@ -4,7 +4,7 @@ import { $, clock, fill, h } from "./dom.js";
 import { below } from "./overview.js";
 
 export function draw() {
-  const found = below("events").sort((a, b) => Number(b[0]) - Number(a[0]));
+  const found = [...below("events").sort((a, b) => Number(b[0]) - Number(a[0])), ...below("moves")].sort((a, b) => b[1].at - a[1].at);
   if (!found.length) return fill($("view-events"), h("p", { class: "empty", text: "Nothing has failed since this process began." }));
   fill($("view-events"), h("ol", { class: "events" }, found.map(([, event]) => h("li", { class: event.is_good ? "card good" : "card" },
     h("time", { text: clock(event.at) }),

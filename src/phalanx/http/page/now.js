@@ -1,6 +1,6 @@
 // Now: the server or gateway, its hosts, links and replicas, from the overview's parts.
 
-import { $, bar, bytes, cell, fill, h, number, table } from "./dom.js";
+import { $, bar, bytes, cell, fill, h, number, plural, table } from "./dom.js";
 import { below, parts } from "./overview.js";
 
 const KINDS = [
@@ -22,7 +22,7 @@ function section(title, content, kind) {
 }
 
 function fact(label, value, more) {
-  return value === undefined || value === null || value === "" ? null : h("div", { class: "fact" }, h("dt", { text: label }), h("dd", { text: String(value) }), more);
+  return value === undefined || value === null || value === "" ? null : h("div", { class: "fact" }, h("dt", { text: label }), h("dd", {}, String(value), more));
 }
 
 function summary(server) {
@@ -54,7 +54,7 @@ function replicas(found) {
   const rows = found.sort((a, b) => bad(a[1]) - bad(b[1])).map(([name, replica]) => h("tr", {},
     cell(h("strong", { text: name })), cell(badge(replica.reason ? (replica.state === "up" ? "held back" : replica.state) : replica.state)),
     cell(h("span", { text: `${number(replica.in_flight)} of ${number(replica.limit)}${replica.others ? ` (+${replica.others})` : ""}` }), "n"),
-    cell((replica.models ?? ["any model"]).join(", ")), cell(replica.can_migrate ? "go on elsewhere" : "end with it"), cell(replica.reason || "")));
+    cell((replica.models ?? ["any model"]).join(", ")), cell(replica.can_migrate ? "go on elsewhere" : "end with it"), cell(replica.reason || "", "why")));
   return h("section", {}, h("h2", { text: "Replicas" }),
     table("Replicas", ["Replica", "State", { n: "Requests" }, "Models", "Its streams", "Why"], rows));
 }
@@ -92,13 +92,14 @@ function memory(found) {
   return h("div", { class: "memory" },
     h("div", { class: "stack", role: "img", "aria-label": `Memory of ${bytes(found.total)}: ${words}` }, spans),
     h("ul", { class: "legend" }, shown.map(([kind, label]) => h("li", {}, h("span", { class: `key m-${kind}` }), h("span", { text: label }),
-      h("b", { text: kind === "rows" ? `${bytes(amounts.rows)} of ${bytes(found.rows_budget)}` : kind === "prefixes" ? `${bytes(amounts.prefixes)} of ${bytes(found.prefixes_budget)}` : bytes(amounts[kind]) })))));
+      h("b", { text: kind === "rows" ? `${bytes(amounts.rows)} of ${bytes(found.rows_budget)}` : kind === "prefixes" ? `${bytes(amounts.prefixes)} of ${bytes(found.prefixes_budget)}` : bytes(amounts[kind]) }))),
+      Number.isFinite(found.disk_blocks) ? h("li", {}, h("span", { text: "Kept prefixes on disk" }), h("b", { text: plural(found.disk_blocks, "block") })) : null));
 }
 
 function links(found) {
   if (!found.length) return null;
   const rows = found.map((link) => h("tr", {}, cell(link.name), cell(link.latency_us >= 1000 ? `${number(link.latency_us / 1000, 2)} ms` : `${number(link.latency_us)} µs`, "n"),
-    cell(link.gb_per_s === undefined ? "" : `${number(link.gb_per_s, 2)} GB/s`, "n")));
+    cell(!(link.gb_per_s >= 0.01) ? "" : `${number(link.gb_per_s, 2)} GB/s`, "n")));
   return h("section", {}, h("h2", { text: "Between the ranks" }),
     h("p", { class: "hint", text: "As the self-test measured it at the last start. phalanx doctor measures every cable." }),
     table("Between the ranks", ["What", { n: "Time" }, { n: "Bandwidth" }], rows));

@@ -42,10 +42,12 @@ function state(row) {
   return h("span", { class: "with-bar" }, badge("prefill"), bar(row.prefilled, `${number(100 * row.prefilled)} % of the prompt is computed`));
 }
 
+const cached = (row) => number(row.cached_tokens) + (row.disk_tokens ? ` (${number(row.disk_tokens)} from disk)` : "");
+
 function serverRow(id, row) {
   const drafts = row.drafted_tokens ? `${number((100 * row.accepted_tokens) / row.drafted_tokens)} %` : "–";
   const moved = [row.moves, row.pauses].some(Boolean) ? `${row.moves}, ${row.pauses}` : "–";
-  return h("tr", { class: "opens" }, cell(opener(id)), cell(state(row)), cell(row.model), cell(number(row.prompt_tokens), "n"), cell(number(row.cached_tokens), "n"),
+  return h("tr", { class: "opens" }, cell(opener(id)), cell(state(row)), cell(row.model), cell(number(row.prompt_tokens), "n"), cell(cached(row), "n"),
     cell(number(row.output_tokens), "n"), cell(row.tokens_per_second === undefined ? "–" : number(row.tokens_per_second, 1), "n"), cell(drafts, "n"), cell(moved, "n"), cell(seconds(row.seconds), "n"));
 }
 

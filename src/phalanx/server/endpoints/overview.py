@@ -118,7 +118,7 @@ class ServerOverview:
                 shown["memory"] = self._memory(stats, info, len(here))
             yield host, shown
 
-    def _memory(self, stats: EngineStats, info: ModelInfo, n_here: int) -> dict[str, int]:
+    def _memory(self, stats: EngineStats, info: ModelInfo, n_here: int) -> dict[str, int | None]:
         """Of the leader's host, in bytes: what its ranks hold, by the leader's figures, and what is free."""
         machine = read_machine()
         weights, rows, prefixes = (n * n_here for n in (info.weights_bytes, stats.kv_bytes, stats.prefix_bytes))
@@ -131,6 +131,7 @@ class ServerOverview:
             "rows_budget": info.kv_budget_bytes * n_here,
             "prefixes": prefixes,
             "prefixes_budget": info.prefix_budget_bytes * n_here,
+            "disk_blocks": None if self._config.engine.prefix_cache_dir is None else stats.disk_blocks,
         }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from phalanx.server.sequences.request_log import ChoiceLife, RequestLife
-from phalanx.types import Finished, SequenceProgress, SequenceWork
+from phalanx.types import Finished, SequenceProgress
 
 Progress = Mapping[str, SequenceProgress]
 """The engine's last figures of each sequence that has a row."""
@@ -50,7 +50,7 @@ def life_json(life: RequestLife, progress: Progress, now: float, checks: int) ->
 
 def row_json(life: RequestLife, progress: Progress, now: float) -> dict[str, Any]:
     """A request as one line of a table."""
-    figures = [_figures(choice, progress) for choice in life.choices]
+    known = [_known(choice, progress) for choice in life.choices]
     n_tokens = sum(choice.output_tokens for choice in life.choices)
     end = life.ended if life.ended is not None else now
     row: dict[str, Any] = {
@@ -61,10 +61,11 @@ def row_json(life: RequestLife, progress: Progress, now: float) -> dict[str, Any
         "created": life.created,
         "state": state_of(life, progress),
         "prompt_tokens": sum(choice.prompt_tokens for choice in life.choices),
-        "cached_tokens": sum(figure[0] for figure in figures),
+        "cached_tokens": sum(one.cached_tokens for one in known),
+        "disk_tokens": sum(one.disk_tokens for one in known),
         "output_tokens": n_tokens,
-        "drafted_tokens": sum(figure[1] for figure in figures),
-        "accepted_tokens": sum(figure[2] for figure in figures),
+        "drafted_tokens": sum(one.drafted_tokens for one in known),
+        "accepted_tokens": sum(one.accepted_tokens for one in known),
         "moves": life.moves,
         "pauses": len(life.pauses),
         "seconds": round(end - life.arrived, 1 if life.ended is None else 2),
@@ -87,12 +88,9 @@ def state_of(life: RequestLife, progress: Progress) -> str:
     return next(state for state in ("decode", "prefill", "queued", "finished") if state in states)
 
 
-def _figures(choice: ChoiceLife, progress: Progress) -> tuple[int, int, int, SequenceWork]:
-    """Cached, drafted and accepted tokens, and work."""
-    known: Finished | SequenceProgress | None = choice.finished or progress.get(choice.id)
-    if known is None:
-        return 0, 0, 0, SequenceWork()
-    return known.cached_tokens, known.drafted_tokens, known.accepted_tokens, known.work
+def _known(choice: ChoiceLife, progress: Progress) -> Finished | SequenceProgress:
+    """Its cached, drafted and accepted tokens, and work; none where it has had no row."""
+    return choice.finished or progress.get(choice.id) or SequenceProgress(id=choice.id, computed=0, known=0)
 
 
 def _rate(choice: ChoiceLife) -> float:
@@ -112,12 +110,14 @@ def _seconds(life: RequestLife, choice: ChoiceLife) -> dict[str, float]:
 
 
 def _prefix(life: RequestLife, choice: ChoiceLife, progress: Progress) -> dict[str, Any]:
-    cached, _, _, work = _figures(choice, progress)
+    known = _known(choice, progress)
+    work = known.work
     message = None
     if life.left_in is not None and life.left_in < len(life.roles):
         message = {"index": life.left_in, "role": life.roles[life.left_in]}
     return {
-        "cached_tokens": cached,
+        "cached_tokens": known.cached_tokens,
+        "disk_tokens": known.disk_tokens,
         "nearest_tokens": work.nearest_tokens,
         "left_at_token": work.left_at if work.nearest_tokens else None,
         "left_at_message": message,
@@ -125,15 +125,16 @@ def _prefix(life: RequestLife, choice: ChoiceLife, progress: Progress) -> dict[s
 
 
 def _choice(choice: ChoiceLife, progress: Progress, checks: int) -> dict[str, Any]:
-    _, drafted, accepted, work = _figures(choice, progress)
+    known = _known(choice, progress)
+    work = known.work
     return {
         "state": choice.state(progress.get(choice.id)),
         "finish_reason": choice.finished.reason if choice.finished is not None else None,
         "output_tokens": choice.output_tokens,
         "chunks": work.chunks,
         "steps": work.steps,
-        "drafted_tokens": drafted,
-        "accepted_tokens": accepted,
+        "drafted_tokens": known.drafted_tokens,
+        "accepted_tokens": known.accepted_tokens,
         "preemptions": work.preemptions,
         "checked_sums": (work.chunks + work.steps) * checks,
     }
@@ -152,9 +153,8 @@ def _story(life: RequestLife, progress: Progress, now: float, checks: int) -> It
         yield f"It waited {timing.queue_s:.2f} s for a row."
     elif first.state(progress.get(first.id)) == "queued" and not life.outcome:
         yield f"It has waited {now - life.arrived:.1f} s for a row."
-    cached, _, _, work = _figures(first, progress)
     if first.finished is not None or first.id in progress:
-        yield _why(life, first, cached, work)
+        yield _why(life, first, _known(first, progress))
     for choice in life.choices:
         yield from _computed(choice, progress, checks, len(life.choices))
     for pause in life.pauses:
@@ -166,9 +166,10 @@ def _story(life: RequestLife, progress: Progress, now: float, checks: int) -> It
         yield "Its client left before the end."
 
 
-def _why(life: RequestLife, choice: ChoiceLife, cached: int, work: SequenceWork) -> str:
-    """Which part of the prompt was computed, and why."""
-    of = f"{cached} of {choice.prompt_tokens} prompt tokens were cached in memory"
+def _why(life: RequestLife, choice: ChoiceLife, known: Finished | SequenceProgress) -> str:
+    """Which part of the prompt was computed, and why. Memory or disk holds the whole prefix that a row begins with."""
+    work, place = known.work, " on disk" if known.disk_tokens else " in memory" if known.cached_tokens else ""
+    of = f"{known.cached_tokens} of {choice.prompt_tokens} prompt tokens were cached{place}"
     if not work.nearest_tokens:
         return f"{of}: nothing was kept that begins as this prompt does."
     if work.left_at >= min(work.nearest_tokens, choice.prompt_tokens - 1):
@@ -183,14 +184,16 @@ def _why(life: RequestLife, choice: ChoiceLife, cached: int, work: SequenceWork)
 
 
 def _computed(choice: ChoiceLife, progress: Progress, checks: int, n_choices: int) -> Iterator[str]:
-    _, drafted, accepted, work = _figures(choice, progress)
+    known = _known(choice, progress)
+    work = known.work
     name = f"Choice {choice.id.rpartition('/')[2]}" if n_choices > 1 else "It"
     if work.chunks:
         took = f" in {choice.finished.timing.prefill_s:.2f} s" if choice.finished is not None else ""
         yield f"{name} was prefilled in {_times(work.chunks, 'chunk')}{took}."
     if work.steps:
         rate = f", {_rate(choice):.1f} a second" if _rate(choice) else ""
-        drafts = f"; {accepted} of {drafted} drafted tokens were accepted" if drafted else ""
+        accepted = f"; {known.accepted_tokens} of {known.drafted_tokens} drafted tokens were accepted"
+        drafts = accepted if known.drafted_tokens else ""
         yield f"{name} got {_times(choice.output_tokens, 'token')} in {_times(work.steps, 'step')}{rate}{drafts}."
     if work.preemptions:
         yield f"{name} gave its row up {_times(work.preemptions, 'time')} for others, and was computed again."
