@@ -15,10 +15,10 @@ from phalanx.planning.timings import GroupTimings
 seconds = st.floats(1e-6, 1e-2)
 
 
-def speed(candidate: Candidate, per_rank, link: GroupTimings | None = None, model=None, ratio: float = 1.0):
+def speed(candidate: Candidate, per_rank, link: GroupTimings | None = None, model=None):
     model = model or shape()
     fit = fit_memory(model, candidate, {name: host(name) for name in candidate.hosts})
-    return predict(model, fit, dict.fromkeys(candidate.hosts, per_rank), link, ratio=ratio)
+    return predict(model, fit, dict.fromkeys(candidate.hosts, per_rank), link)
 
 
 ONE = Candidate(hosts=("a",))
@@ -117,7 +117,3 @@ def test_slower_parts_make_no_plan_faster(layer: float, ends: float, token: floa
         assert all(slower.tokens_per_s[n] <= base.tokens_per_s[n] for n in base.tokens_per_s)
         assert all(slower.ttft_s[n] >= base.ttft_s[n] for n in base.ttft_s)
         assert sorted(base.ttft_s.values()) == list(base.ttft_s.values())
-
-
-def test_what_was_measured_of_earlier_predictions_scales_later_ones():
-    assert speed(ONE, timings(), ratio=2.0).tokens_per_s[1] == pytest.approx(speed(ONE, timings()).tokens_per_s[1] / 2)
