@@ -28,6 +28,8 @@ from phalanx.model.loading.layer_trace import BEFORE, BEHIND, BETWEEN, LayerTrac
 from phalanx.model.loading.lazy_model import build, check_config
 from phalanx.model.loading.parameters import ModelParameter
 from phalanx.model.loading.shard import degrees
+from phalanx.model.loading.stage_cut import costs
+from phalanx.model.loading.stage_parts import parts_of
 from phalanx.model.loading.weights import read_headers
 from phalanx.model.modules import copy_structure
 from phalanx.planning.model_shape import ModelShape, RankParts, WeightPart
@@ -79,6 +81,7 @@ def read_shape(path: Path, max_degree: int) -> ModelShape:
         width=0 if found is None else found.width,
         activation_bytes=whole.dtype.size,
         max_len=facts.max_len,
+        parts=None if found is None else parts_of(costs(stored, found)),
         uncut=uncut,
         unsplit=unsplit,
         on_gpu=mx.default_device() != mx.Device(mx.cpu),

@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from phalanx import memory
-from phalanx.dist.topology import LayerCost, Parts, Room, Topology, split_layers
+from phalanx.dist.topology import Room, Topology, split_layers
 from phalanx.errors import ConfigError, MemoryShortage
 from phalanx.memory import MachineMemory, MemoryBudget, Prediction
 from phalanx.planning.model_shape import ModelShape, RankParts, total
@@ -158,10 +158,10 @@ def _fit_group(
 ) -> Fit:
     if max_len is not None and shape.max_len is not None and max_len > shape.max_len:
         return Fit(candidate=group, problem=f"the model's own context is {shape.max_len:,} tokens")
-    parts, whole = shape.share(group.width), shape.whole
+    parts = shape.share(group.width)
     topology = Topology((group.width,) * group.stages)
     try:
-        split = _split(whole, topology, [hosts[name] for name in group.hosts], group)
+        split = _split(shape, topology, [hosts[name] for name in group.hosts], group)
         predictions = [_prediction(parts, topology, split, group, rank, hosts) for rank in range(group.size)]
         memory.check_group(shape.name, predictions)
         budgets = [_budget(prediction, predictions, parts, split, topology, kv_gb) for prediction in predictions]
@@ -199,20 +199,15 @@ def _ends(layers: range) -> tuple[int, int]:
     return layers.start, layers.stop
 
 
-def _split(whole: RankParts, topology: Topology, hosts: Sequence[PlanHost], group: Candidate) -> tuple[range, ...]:
+def _split(shape: ModelShape, topology: Topology, hosts: Sequence[PlanHost], group: Candidate) -> tuple[range, ...]:
     """The layers of each stage, as the start shares them out."""
     if topology.n_stages == 1:
-        return (range(len(whole.layers)),)
-    costs = Parts(
-        embedding=LayerCost(split=whole.before.stored),
-        layers=tuple(LayerCost(split=part.stored, cost=part.stored) for part in whole.layers),
-        head=LayerCost(split=whole.behind.stored, cost=whole.behind.stored),
-        everywhere=LayerCost(split=0, whole=whole.everywhere.stored),
-    )
+        return (range(shape.n_layers),)
+    assert shape.parts is not None, "a model without parts has no plan with stages"
     rooms = [
         Room(host.name, max(0, host.memory.available - host.guard) // group.hosts.count(host.name)) for host in hosts
     ]
-    return split_layers(topology, costs, rooms)
+    return split_layers(topology, shape.parts, rooms)
 
 
 def _prediction(

@@ -10,6 +10,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from phalanx.dist.topology import Parts
+
 Bytes = Annotated[int, Meta(ge=0)]
 
 
@@ -62,6 +64,8 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     """Bytes of one element of the hidden states."""
     max_len: int | None = None
     """Tokens of the model's own context."""
+    parts: Parts | None = None
+    """By which the start shares layers out among stages; None where `uncut` says why there are none."""
     uncut: str = ""
     """Why the model cannot be cut into stages; "" if it can."""
     unsplit: str = ""
