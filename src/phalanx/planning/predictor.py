@@ -189,7 +189,7 @@ def _all_reduce_s(link: GroupTimings, size: int) -> float:
 
 def _prompt_s(shape: ModelShape, parts: RankParts, stages: Sequence[_Part], link: GroupTimings, tokens: int) -> float:
     """Seconds until all tokens of a prompt but the last are computed."""
-    token_s = sum(stage.layers * stage.timings.token_s for stage in stages)
+    token_s = stages[-1].layers * stages[-1].timings.token_s  # the leader's stage, by whose time it plans chunks
     most = prefill_bounds(on_gpu=shape.on_gpu, stages=len(stages), most=None, rows=max(STREAMS)).most
     chunk = max(MIN_CHUNK, min(most, int(PREFILL_ONLY * TARGET_S / token_s) if token_s else most))
     total_s, done = 0.0, 0

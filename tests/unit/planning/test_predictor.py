@@ -53,6 +53,18 @@ def test_stages_take_as_long_for_a_token_as_one_rank_and_half_for_a_prompt():
     assert 0.45 * one.ttft_s[4000] < two.ttft_s[4000] < 0.65 * one.ttft_s[4000]
 
 
+def test_chunks_are_those_of_the_scheduler():
+    own = replace(timings(token_s=1e-5), token_context_s=0.0)
+    two = speed(PP, own, group((1, 1), step_s=0.0))
+    stage_s = 4 * 1e-5  # of a token in one of the two stages
+    assert two.ttft_s[4000] == pytest.approx((3999 + 128) * stage_s + 1 / two.tokens_per_s[1])
+    gpu = speed(PP, own, group((1, 1), step_s=0.0), replace(shape(), on_gpu=True))
+    assert gpu.ttft_s[4000] == pytest.approx((3999 + 2048) * stage_s + 1 / two.tokens_per_s[1])
+    slow = replace(timings(token_s=1e-2), token_context_s=0.0)  # a second is the time of 25 tokens of the last stage
+    found = speed(PP, slow, group((1, 1), step_s=0.0))
+    assert found.ttft_s[512] == pytest.approx((511 + 25) * 4 * 1e-2 + 1 / found.tokens_per_s[1])
+
+
 def test_small_sums_over_a_slow_link_make_two_machines_slower():
     link = group(step_s=0.001, sum_s=0.001)
     one, two = speed(ONE, timings()), speed(TP, timings(2), link)
