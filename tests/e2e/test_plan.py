@@ -9,7 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
+from processes import process
 
 from phalanx.demo import MODEL_DIR
 from phalanx.errors import ExitCode
@@ -34,6 +36,16 @@ def test_what_fits_is_shown_without_measuring():
     assert weights[0] == pytest.approx(files, rel=0.05)
     assert found["recommended"]["plan"]["fit"]["context"] == 4096
     assert all(one["speed"] is None for one in found["plans"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_memory_of_a_started_server_is_what_was_predicted():
+    ranks = json.loads(plan("demo", "--memory-only", "--json", "--memory-guard-gb", GUARD).stdout)["plans"][0]["fit"]
+    predicted = sum(rank["process"] + rank["weights"] for rank in ranks["ranks"])
+    with process("-m", "phalanx", "serve", "demo", "--port", "0", "--memory-guard-gb", GUARD) as server:
+        top = psutil.Process(server.process.pid)
+        measured = sum(one.memory_full_info().pss for one in (top, *top.children(recursive=True)))
+    assert abs(predicted - measured) < 100 << 20, f"{predicted >> 20} MiB predicted, {measured >> 20} MiB measured"
 
 
 def test_this_machine_is_measured_once(tmp_path: Path):

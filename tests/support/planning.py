@@ -49,7 +49,7 @@ def timings(
     )
     return RankTimings(
         degree=degree, decode=points, decode_context_s=1e-9, token_s=token_s / degree, token_context_s=1e-9,
-        spread=0.02, base_bytes=100 << 20,
+        spread=0.02,
     )  # fmt: skip
 
 

@@ -86,7 +86,7 @@ def _cells(plan: GroupPlan, speed_columns: int) -> list[str]:
     if fit.problem:
         return [""] * (4 + speed_columns) + [escape(fit.problem)]
     cells = [
-        f"{max(rank.weights for rank in fit.ranks) / GB:.2f}",
+        f"{max(rank.process + rank.weights for rank in fit.ranks) / GB:.2f}",
         f"{min(rank.kv for rank in fit.ranks) / GB:.2f}",
         f"{fit.context:,}",
         f"{fit.rows:,}",

@@ -62,6 +62,8 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     """Elements of a token's hidden states; 0 where `uncut` says why there are no stages."""
     activation_bytes: int = 4
     """Bytes of one element of the hidden states."""
+    page_tokens: Annotated[int, Meta(ge=1)] = 256
+    """Tokens by which the memory of a row grows."""
     max_len: int | None = None
     """Tokens of the model's own context."""
     parts: Parts | None = None
