@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -64,7 +65,16 @@ def test_what_does_not_fit_is_refused_with_what_each_plan_lacks():
     done = plan("demo", "--memory-only", "--memory-guard-gb", "100000")
     assert done.returncode == ExitCode.MEMORY
     assert "demo fits in no way" in done.stderr and "one rank: demo does not fit: localhost lacks" in done.stderr
-    assert "tok/s" not in done.stdout
+    assert "tok/s" not in done.stdout and "more host" not in done.stderr  # not even on 16 of them
+
+
+def test_what_does_not_fit_is_refused_with_the_nearest_that_does():
+    words = ("--memory-only", "--memory-guard-gb", GUARD, "--kv-cache-gb", "0", "--max-model-len", "4096")
+    refused = plan("demo", *words)
+    assert refused.returncode == ExitCode.MEMORY
+    suggested = re.search(r"What fits: --kv-cache-gb ([0-9.]+) \(", refused.stderr)
+    assert suggested is not None, refused.stderr
+    assert plan("demo", *words[:4], suggested[1], *words[5:]).returncode == ExitCode.OK
 
 
 @pytest.mark.parametrize(

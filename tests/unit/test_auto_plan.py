@@ -29,7 +29,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[PlanRequest]:
         ]
         if request.model == "large":
             plans = [GroupPlan(fit=Fit(candidate=one.candidate, problem="a lacks 3.00 GiB")) for one in plans]
-        return Planned(shape=model, hosts=[machine], plans=plans)
+        more = ["1 more host like a (tp 2)"] * (request.model == "large")
+        return Planned(shape=model, hosts=[machine], plans=plans, nearest=more)
 
     monkeypatch.setattr(auto_plan, "make_plans", make_plans)
     return requests
@@ -62,10 +63,12 @@ def test_auto_beside_a_choice_is_refused(asked, other):
         planned_here(["serve", "demo", "--tp", "auto", *other])
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_loaded(asked):
+def test_what_does_not_fit_is_refused_before_anything_is_loaded(asked, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(MemoryShortage, match=r"one rank: a lacks 3.00 GiB\n  pp 2: a lacks"):
         planned_here(["serve", "large", "--tp", "auto"])
     assert main.main(["serve", "large", "--tp", "auto"]) == ExitCode.MEMORY
+    said = " ".join(capsys.readouterr().err.split())
+    assert "What fits: 1 more host like a (tp 2); a smaller or more strongly quantised model." in said
 
 
 def test_help_plans_nothing(asked, capsys: pytest.CaptureFixture[str]):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from phalanx.cli.terminal import note
 from phalanx.cluster.argument_flags import flag_value, split_flag
-from phalanx.cluster.planner import PlanRequest, make_plans
+from phalanx.cluster.planner import Planned, PlanRequest, make_plans
 from phalanx.cluster.shape import PP_FLAGS, SPLIT_FLAG, TP_FLAGS
 from phalanx.config import DEFAULT_MODEL
 from phalanx.errors import ConfigError, MemoryShortage
@@ -78,14 +78,15 @@ def recommended(request: PlanRequest) -> tuple[GroupPlan, str]:
     planned = asyncio.run(make_plans(request))
     best = recommend(planned.plans, "latency")
     if best is None:
-        raise unfitting(planned.plans, planned.shape.name)
+        raise unfitting(planned)
     return best.plan, f"plan: {best.plan.candidate.name} ({best.plan.candidate.flags}). {best.why}"
 
 
-def unfitting(plans: Sequence[GroupPlan], model: str) -> MemoryShortage:
-    """The error where nothing fits, with what each plan lacks."""
-    reasons = "\n".join(f"  {plan.candidate.name}: {plan.fit.problem}" for plan in plans)
+def unfitting(planned: Planned) -> MemoryShortage:
+    """The error where nothing fits, with what each plan lacks and the nearest that fit."""
+    reasons = "\n".join(f"  {plan.candidate.name}: {plan.fit.problem}" for plan in planned.plans)
+    smaller = "a smaller or more strongly quantised model"
     return MemoryShortage(
-        f"{model} fits in no way:\n{reasons}",
-        remedy="Use more hosts, or a smaller or more strongly quantised model.",
+        f"{planned.shape.name} fits in no way:\n{reasons}",
+        remedy=f"What fits: {'; '.join([*planned.nearest, smaller])}." if planned.nearest else f"Use {smaller}.",
     )
