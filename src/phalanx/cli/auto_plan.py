@@ -45,19 +45,21 @@ def planned_here(words: Sequence[str]) -> list[str]:
     rest, is_auto = without_auto(words)
     if not is_auto:
         return [*words]
-    behind = rest.index("serve") + 1
-    has_model = behind < len(rest) and not rest[behind].startswith("-")
-    context = flag_value(rest, "--max-model-len")
-    kv_gb, guard_gb = (_number(rest, flag) for flag in ("--kv-cache-gb", "--memory-guard-gb"))
-    request = PlanRequest(
-        model=rest[behind] if has_model else DEFAULT_MODEL,
-        max_len=int(context) if context is not None and context.isdecimal() else None,
-        kv_gb=kv_gb,
-        guard_gb=guard_gb,
-    )
+    request = plan_request(rest[rest.index("serve") + 1 :])
     plan, line = recommended(request)
     note(line)
     return [*rest, "--tp", str(plan.candidate.width), "--pp", str(plan.candidate.stages)]
+
+
+def plan_request(words: Sequence[str]) -> PlanRequest:
+    """What the arguments of `serve` ask of a plan, on this machine: model, context and memory."""
+    context = flag_value(words, "--max-model-len")
+    return PlanRequest(
+        model=words[0] if words and not words[0].startswith("-") else DEFAULT_MODEL,
+        max_len=int(context) if context is not None and context.isdecimal() else None,
+        kv_gb=_number(words, "--kv-cache-gb"),
+        guard_gb=_number(words, "--memory-guard-gb"),
+    )
 
 
 def _number(words: Sequence[str], flag: str) -> float | None:
