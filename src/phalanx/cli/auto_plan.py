@@ -81,7 +81,11 @@ def recommended(request: PlanRequest) -> tuple[GroupPlan, str]:
     best = recommend(planned.plans, "latency")
     if best is None:
         raise unfitting(planned)
-    return best.plan, f"plan: {best.plan.candidate.name} ({best.plan.candidate.flags}). {best.why}"
+    speed = best.plan.speed
+    line = f"plan: {best.plan.candidate.name} ({best.plan.candidate.flags}). {best.why}"
+    if speed is not None:
+        line += f" Predicted: {1000 / speed.tokens_per_s[1]:.2f} ms a token, {speed.error:.0%} more or less."
+    return best.plan, line
 
 
 def unfitting(planned: Planned) -> MemoryShortage:
