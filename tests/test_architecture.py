@@ -91,7 +91,7 @@ PURE = (
     "prefix_store/index_log.py",
     *(
         f"planning/{name}.py"
-        for name in "candidates fit group_overhead model_shape predictor recommendation timings".split()
+        for name in "candidates fit group_overhead model_shape nearest predictor recommendation timings".split()
     ),
     *(f"supervision/{name}.py" for name in "fast_synch rank_log restarts".split()),
     "text/schema_places.py", "text/stop_strings.py",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
+from processes import process
 
 from phalanx.demo import MODEL_DIR
 from phalanx.errors import ExitCode
@@ -36,6 +39,16 @@ def test_what_fits_is_shown_without_measuring():
     assert all(one["speed"] is None for one in found["plans"])
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_memory_of_a_started_server_is_what_was_predicted():
+    ranks = json.loads(plan("demo", "--memory-only", "--json", "--memory-guard-gb", GUARD).stdout)["plans"][0]["fit"]
+    predicted = sum(rank["process"] + rank["weights"] for rank in ranks["ranks"])
+    with process("-m", "phalanx", "serve", "demo", "--port", "0", "--memory-guard-gb", GUARD) as server:
+        top = psutil.Process(server.process.pid)
+        measured = sum(one.memory_full_info().pss for one in (top, *top.children(recursive=True)))
+    assert abs(predicted - measured) < 100 << 20, f"{predicted >> 20} MiB predicted, {measured >> 20} MiB measured"
+
+
 def test_this_machine_is_measured_once(tmp_path: Path):
     words = ("demo", "--ranks", "2", "--json", "--memory-guard-gb", GUARD)
     first, second = (json.loads(plan(*words, home=tmp_path).stdout) for _ in range(2))
@@ -52,7 +65,16 @@ def test_what_does_not_fit_is_refused_with_what_each_plan_lacks():
     done = plan("demo", "--memory-only", "--memory-guard-gb", "100000")
     assert done.returncode == ExitCode.MEMORY
     assert "demo fits in no way" in done.stderr and "one rank: demo does not fit: localhost lacks" in done.stderr
-    assert "tok/s" not in done.stdout
+    assert "tok/s" not in done.stdout and "more host" not in done.stderr  # not even on 16 of them
+
+
+def test_what_does_not_fit_is_refused_with_the_nearest_that_does():
+    words = ("--memory-only", "--memory-guard-gb", GUARD, "--kv-cache-gb", "0", "--max-model-len", "4096")
+    refused = plan("demo", *words)
+    assert refused.returncode == ExitCode.MEMORY
+    suggested = re.search(r"What fits: --kv-cache-gb ([0-9.]+) \(", refused.stderr)
+    assert suggested is not None, refused.stderr
+    assert plan("demo", *words[:4], suggested[1], *words[5:]).returncode == ExitCode.OK
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
+import msgspec
 import pytest
 from support.models import make_model
+from support.planning import host
 
 from phalanx.demo import MODEL_DIR
+from phalanx.dist.topology import Room, Topology, split_layers
 from phalanx.engine.calibration import READ, Bench, CalibrationRequest, chosen_layers, counts_of
 from phalanx.engine.model_shape_reader import ShardReducer, read_shape
+from phalanx.memory import GB
+from phalanx.model import registry
+from phalanx.model.cache.layer_layout import page_tokens
 from phalanx.model.loading import load
-from phalanx.planning.model_shape import total
+from phalanx.model.loading.stage_parts import read_parts
+from phalanx.planning.candidates import Candidate, fit_memory
+from phalanx.planning.model_shape import ModelShape, total
+from phalanx.sched.admission import GRANULE
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +50,26 @@ def test_the_shape_of_stages_is_what_their_ranks_keep():
             MODEL_DIR, dtype="auto", trust_remote_code=False, choose_layers=lambda _, own=(first, stop): own
         )
         assert total(shape.whole.stage(first, stop)).kept == prepared.weights_bytes
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_plan_has_the_split_of_the_start(llama: Path, stages: int):
+    hosts = tuple("abc"[:stages])
+    for path in (MODEL_DIR, llama):
+        found = fit_memory(
+            read_shape(path, 1), Candidate(stages=stages, hosts=hosts), {name: host(name) for name in hosts}
+        )
+        started = split_layers(Topology((1,) * stages), read_parts(path), [Room(name, 60 * GB) for name in hosts])
+        assert found.split == tuple(len(layers) for layers in started)
+
+
+@pytest.mark.skipif(find_spec("phalanx_cpu") is None, reason="no native kernels")
+def test_rows_are_counted_in_pages_where_ranks_have_them():
+    command = [sys.executable, "-m", "phalanx.engine.model_shape_reader", str(MODEL_DIR), "1"]
+    done = subprocess.run(command, capture_output=True, check=True, timeout=300)
+    facts = load.prepare(MODEL_DIR, dtype="auto", trust_remote_code=False)
+    own = registry.inspect(facts.model, facts.config)
+    assert msgspec.json.decode(done.stdout, type=ModelShape).page_tokens == page_tokens(own.layouts) < GRANULE
 
 
 def test_models_of_one_name_and_other_shapes_have_other_keys(llama: Path):

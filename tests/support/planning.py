@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phalanx.dist.topology import LayerCost, Parts
 from phalanx.memory import GB, MachineMemory
 from phalanx.planning.candidates import PlanHost
 from phalanx.planning.model_shape import ModelShape, RankParts, WeightPart
@@ -24,6 +25,10 @@ def shape(layers: int = 8, layer: int = GB, *, degrees=(1, 2, 4), ends: int = GB
             for degree in degrees
         ),
         width=1024, max_len=32768, key="k",
+        parts=Parts(
+            embedding=LayerCost(split=ends), head=LayerCost(split=ends, cost=ends),
+            layers=(LayerCost(split=layer, cost=layer, chunk_cost=layer),) * layers,
+        ),
     )  # fmt: skip
 
 
@@ -44,7 +49,7 @@ def timings(
     )
     return RankTimings(
         degree=degree, decode=points, decode_context_s=1e-9, token_s=token_s / degree, token_context_s=1e-9,
-        spread=0.02, base_bytes=100 << 20,
+        spread=0.02,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from phalanx.cli.terminal import note
 from phalanx.cluster.argument_flags import flag_value, split_flag
-from phalanx.cluster.planner import PlanRequest, make_plans
+from phalanx.cluster.planner import Planned, PlanRequest, make_plans
 from phalanx.cluster.shape import PP_FLAGS, SPLIT_FLAG, TP_FLAGS
 from phalanx.config import DEFAULT_MODEL
 from phalanx.errors import ConfigError, MemoryShortage
@@ -45,19 +45,21 @@ def planned_here(words: Sequence[str]) -> list[str]:
     rest, is_auto = without_auto(words)
     if not is_auto:
         return [*words]
-    behind = rest.index("serve") + 1
-    has_model = behind < len(rest) and not rest[behind].startswith("-")
-    context = flag_value(rest, "--max-model-len")
-    kv_gb, guard_gb = (_number(rest, flag) for flag in ("--kv-cache-gb", "--memory-guard-gb"))
-    request = PlanRequest(
-        model=rest[behind] if has_model else DEFAULT_MODEL,
-        max_len=int(context) if context is not None and context.isdecimal() else None,
-        kv_gb=kv_gb,
-        guard_gb=guard_gb,
-    )
+    request = plan_request(rest[rest.index("serve") + 1 :])
     plan, line = recommended(request)
     note(line)
     return [*rest, "--tp", str(plan.candidate.width), "--pp", str(plan.candidate.stages)]
+
+
+def plan_request(words: Sequence[str]) -> PlanRequest:
+    """What the arguments of `serve` ask of a plan, on this machine: model, context and memory."""
+    context = flag_value(words, "--max-model-len")
+    return PlanRequest(
+        model=words[0] if words and not words[0].startswith("-") else DEFAULT_MODEL,
+        max_len=int(context) if context is not None and context.isdecimal() else None,
+        kv_gb=_number(words, "--kv-cache-gb"),
+        guard_gb=_number(words, "--memory-guard-gb"),
+    )
 
 
 def _number(words: Sequence[str], flag: str) -> float | None:
@@ -78,14 +80,19 @@ def recommended(request: PlanRequest) -> tuple[GroupPlan, str]:
     planned = asyncio.run(make_plans(request))
     best = recommend(planned.plans, "latency")
     if best is None:
-        raise unfitting(planned.plans, planned.shape.name)
-    return best.plan, f"plan: {best.plan.candidate.name} ({best.plan.candidate.flags}). {best.why}"
+        raise unfitting(planned)
+    speed = best.plan.speed
+    line = f"plan: {best.plan.candidate.name} ({best.plan.candidate.flags}). {best.why}"
+    if speed is not None:
+        line += f" Predicted: {1000 / speed.tokens_per_s[1]:.2f} ms a token, {speed.error:.0%} more or less."
+    return best.plan, line
 
 
-def unfitting(plans: Sequence[GroupPlan], model: str) -> MemoryShortage:
-    """The error where nothing fits, with what each plan lacks."""
-    reasons = "\n".join(f"  {plan.candidate.name}: {plan.fit.problem}" for plan in plans)
+def unfitting(planned: Planned) -> MemoryShortage:
+    """The error where nothing fits, with what each plan lacks and the nearest that fit."""
+    reasons = "\n".join(f"  {plan.candidate.name}: {plan.fit.problem}" for plan in planned.plans)
+    smaller = "a smaller or more strongly quantised model"
     return MemoryShortage(
-        f"{model} fits in no way:\n{reasons}",
-        remedy="Use more hosts, or a smaller or more strongly quantised model.",
+        f"{planned.shape.name} fits in no way:\n{reasons}",
+        remedy=f"What fits: {'; '.join([*planned.nearest, smaller])}." if planned.nearest else f"Use {smaller}.",
     )

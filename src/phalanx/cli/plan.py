@@ -58,7 +58,8 @@ def command(
     planned = asyncio.run(make_plans(request))
     best = recommend(planned.plans, wish)
     if as_json:
-        show_json({"plans": planned.plans, "hosts": planned.hosts, "for": wish, "recommended": best})
+        found = {"plans": planned.plans, "nearest": planned.nearest, "hosts": planned.hosts}
+        show_json({**found, "for": wish, "recommended": best})
     else:
         _show(planned, best, wish)
     return ExitCode.OK if best is not None else ExitCode.MEMORY
@@ -77,7 +78,7 @@ def _show(planned: Planned, best: Recommendation | None, wish: Wish) -> None:
         table.add_row(mark, str(len(set(plan.candidate.hosts))), *_cells(plan, len(shown)))
     print_table(table)
     if best is None:
-        raise unfitting(planned.plans, planned.shape.name)
+        raise unfitting(planned)
     print(f"for {wish}: {best.plan.candidate.name} ({best.plan.candidate.flags}). {best.why}")
 
 
@@ -86,7 +87,7 @@ def _cells(plan: GroupPlan, speed_columns: int) -> list[str]:
     if fit.problem:
         return [""] * (4 + speed_columns) + [escape(fit.problem)]
     cells = [
-        f"{max(rank.weights for rank in fit.ranks) / GB:.2f}",
+        f"{max(rank.process + rank.weights for rank in fit.ranks) / GB:.2f}",
         f"{min(rank.kv for rank in fit.ranks) / GB:.2f}",
         f"{fit.context:,}",
         f"{fit.rows:,}",

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.live import Live
 
-from phalanx.cli.auto_plan import recommended, without_auto
+from phalanx.cli.auto_plan import plan_request, recommended, without_auto
 from phalanx.cli.clusters import (
     HostfileArgument,
     HostfileOption,
@@ -41,11 +41,10 @@ from phalanx.cluster.diagnosis import examine, wanted_of, worst
 from phalanx.cluster.hostfile_parser import Hostfile
 from phalanx.cluster.lifecycle import Cluster, goal_of, start_all, stop_all, wait_healthy
 from phalanx.cluster.network_setup import addressed
-from phalanx.cluster.planner import PlanRequest
 from phalanx.cluster.plans import LOGS, Plan, check, split_keys
 from phalanx.cluster.shape import shape_of
 from phalanx.cluster.ssh import Remote
-from phalanx.config import AGENT_PORT, DEFAULT_MODEL, BackendChoice, ClusterConfig, EngineConfig
+from phalanx.config import AGENT_PORT, BackendChoice, ClusterConfig, EngineConfig
 from phalanx.environment import (
     ADMIN_KEY_VARIABLE,
     GATEWAY_ADMIN_KEY_VARIABLE,
@@ -155,8 +154,7 @@ def _planned(file: Hostfile, serve: tuple[str, ...], python: str) -> tuple[Hostf
     Replicas are recommended by `phalanx plan` only: a gateway has flags and an address of its own.
     """
     named = asyncio.run(addressed(file, [Remote(host.ssh, python=python) for host in file.hosts]))
-    model = DEFAULT_MODEL if serve[0].startswith("-") else serve[0]
-    plan, line = recommended(PlanRequest(model=model, hostfile=named, python=python, replicas=False))
+    plan, line = recommended(replace(plan_request(serve), hostfile=named, python=python, replicas=False))
     note(line)
     candidate = plan.candidate
     size = len(candidate.hosts)

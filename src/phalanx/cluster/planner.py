@@ -20,6 +20,7 @@ from phalanx.errors import ClusterError, ConfigError
 from phalanx.planning.candidates import Candidate, Fit, PlanHost, candidates, fit_memory
 from phalanx.planning.group_overhead import from_links
 from phalanx.planning.model_shape import ModelShape
+from phalanx.planning.nearest import nearest
 from phalanx.planning.predictor import CONTEXT, Speed, predict
 from phalanx.planning.recommendation import GroupPlan
 from phalanx.planning.timings import GroupTimings, RankTimings
@@ -57,6 +58,8 @@ class Planned(Struct, frozen=True, kw_only=True):
     shape: ModelShape
     hosts: list[PlanHost]
     plans: list[GroupPlan]
+    nearest: list[str] = []
+    """Where no plan fits: the changes with which one does."""
 
 
 async def make_plans(request: PlanRequest) -> Planned:
@@ -79,6 +82,9 @@ async def make_plans(request: PlanRequest) -> Planned:
     here = min(request.ranks_here, answers[0].processors)
     found = [one for one in candidates(shape, list(hosts), ranks_here=here) if request.replicas or one.replicas == 1]
     fits = [fit_memory(shape, one, hosts, max_len=request.max_len, kv_gb=request.kv_gb) for one in found]
+    if all(fit.problem for fit in fits):
+        ways = nearest(shape, found, [*hosts.values()], max_len=request.max_len, kv_gb=request.kv_gb)
+        return Planned(shape=shape, hosts=[*hosts.values()], plans=[GroupPlan(fit=fit) for fit in fits], nearest=ways)
     if not request.measure:
         return Planned(shape=shape, hosts=[*hosts.values()], plans=[GroupPlan(fit=fit) for fit in fits])
     able = [fit.candidate for fit in fits if not fit.problem]

@@ -23,7 +23,6 @@ from typing import cast
 
 import mlx.core as mx
 import msgspec
-import psutil
 from msgspec import Struct
 
 from phalanx.dist.stage_link import Ends
@@ -213,8 +212,6 @@ class Calibration:
 
     def __init__(self, request: CalibrationRequest, counts: tuple[int, int]) -> None:
         self._benches = [Bench(request, count) for count in dict.fromkeys(counts)]
-        weights = sum(bench.weights for bench in self._benches)
-        self.base_bytes = max(0, psutil.Process().memory_info().rss - weights)
 
     def decode(self) -> Measured:
         """Steps at some numbers of rows, and one row behind a long prompt. The benches take turns."""
@@ -229,12 +226,12 @@ class Calibration:
                         spread=(seconds[-1 - quarter] - seconds[quarter]) / 2 / statistics.median(seconds),
                     )
                 )  # fmt: skip
-        return Measured(decode=found, base_bytes=self.base_bytes)
+        return Measured(decode=found)
 
     def prompt(self) -> Measured:
         """The chunks of a long prompt."""
         chunks = [chunk for bench in self._benches for chunk in bench.prompt(READ)]
-        return Measured(chunks=chunks, base_bytes=self.base_bytes)
+        return Measured(chunks=chunks)
 
 
 def main() -> None:

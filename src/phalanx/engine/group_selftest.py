@@ -109,7 +109,7 @@ def describe(result: SelfTest, backend: str, size: int) -> str:
     equal = f"equal on {result.summed} ranks" if result.summed > 1 else "of one rank"
     return (
         f"self-test passed in {result.seconds:.1f} s: {size} ranks{all_reduce}, control {result.control_ms:.2f} ms, "
-        f"{result.tokens} tokens {equal}, {result.reductions} all-reduces per forward"
+        f"{result.tokens} tokens {equal}, {result.step_ms:.2f} ms each, {result.reductions} all-reduces per forward"
     )
 
 

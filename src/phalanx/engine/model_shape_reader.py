@@ -22,15 +22,19 @@ from phalanx.dist.reduce import Reducer
 from phalanx.errors import ModelUnsupported, PhalanxError
 from phalanx.kernels import install
 from phalanx.model import registry
-from phalanx.model.cache.layer_layout import CacheFacts, Layout, bytes_per_row, row_bytes
+from phalanx.model.cache.layer_layout import CacheFacts, Layout, bytes_per_row, page_tokens, row_bytes
+from phalanx.model.cache.row_memory import in_pages
 from phalanx.model.loading import load
 from phalanx.model.loading.layer_trace import BEFORE, BEHIND, BETWEEN, LayerTrace, trace
 from phalanx.model.loading.lazy_model import build, check_config
 from phalanx.model.loading.parameters import ModelParameter
 from phalanx.model.loading.shard import degrees
+from phalanx.model.loading.stage_cut import costs
+from phalanx.model.loading.stage_parts import parts_of
 from phalanx.model.loading.weights import read_headers
 from phalanx.model.modules import copy_structure
 from phalanx.planning.model_shape import ModelShape, RankParts, WeightPart
+from phalanx.sched.admission import GRANULE
 
 
 class ShardReducer(Reducer):
@@ -78,7 +82,9 @@ def read_shape(path: Path, max_degree: int) -> ModelShape:
         shares=tuple(shares),
         width=0 if found is None else found.width,
         activation_bytes=whole.dtype.size,
+        page_tokens=page_tokens(facts.layouts) if in_pages() else GRANULE,
         max_len=facts.max_len,
+        parts=None if found is None else parts_of(costs(stored, found)),
         uncut=uncut,
         unsplit=unsplit,
         on_gpu=mx.default_device() != mx.Device(mx.cpu),

@@ -11,14 +11,16 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from phalanx import memory
-from phalanx.dist.topology import LayerCost, Parts, Room, Topology, split_layers
+from phalanx.dist.topology import Room, Topology, split_layers
 from phalanx.errors import ConfigError, MemoryShortage
 from phalanx.memory import MachineMemory, MemoryBudget, Prediction
 from phalanx.planning.model_shape import ModelShape, RankParts, total
 
 READ_AHEAD = 128 << 20  # bytes that a loading rank holds besides the tensor that it keeps
 DEFAULT_CONTEXT = 8192  # where the model names none
-GRANULE = 256  # tokens; rows grow by so many
+GRANULE = 256  # tokens; the context is a multiple, and the start wants room for one row of so many
+PROCESS = 80 << 20  # bytes of a rank besides weights and caches: Python, MLX, kernels; 76 MB of Pss with the demo model
+SERVER = 110 << 20  # bytes of the server's processes, on rank 0's host; 105 MB of Pss with the demo model
 ROW = 4096  # tokens of the rows that are counted
 
 
@@ -70,6 +72,8 @@ class RankMemory(Struct, frozen=True, kw_only=True):
     host: str
     rank: int
     layers: tuple[int, int]
+    process: int
+    """Of the process itself, and of the server beside rank 0."""
     weights: int
     loading: int
     """Besides, while it loads."""
@@ -158,10 +162,11 @@ def _fit_group(
 ) -> Fit:
     if max_len is not None and shape.max_len is not None and max_len > shape.max_len:
         return Fit(candidate=group, problem=f"the model's own context is {shape.max_len:,} tokens")
-    parts, whole = shape.share(group.width), shape.whole
+    parts = shape.share(group.width)
+    hosts = {name: _started(hosts[name], group) for name in group.hosts}
     topology = Topology((group.width,) * group.stages)
     try:
-        split = _split(whole, topology, [hosts[name] for name in group.hosts], group)
+        split = _split(shape, topology, [hosts[name] for name in group.hosts], group)
         predictions = [_prediction(parts, topology, split, group, rank, hosts) for rank in range(group.size)]
         memory.check_group(shape.name, predictions)
         budgets = [_budget(prediction, predictions, parts, split, topology, kv_gb) for prediction in predictions]
@@ -184,35 +189,42 @@ def _fit_group(
         candidate=group,
         ranks=tuple(
             RankMemory(
-                host=one.host, rank=one.rank, layers=_ends(split[topology.place(one.rank).stage]), weights=one.weights,
+                host=one.host, rank=one.rank, layers=_ends(split[topology.place(one.rank).stage]),
+                process=PROCESS + SERVER * (one.rank == 0), weights=one.weights,
                 loading=one.working, kv=budget.kv, prefixes=budget.prefix,
             )
             for one, budget in zip(predictions, budgets, strict=True)
         ),
         split=tuple(len(layers) for layers in split),
         context=context,
-        rows=kv // max(1, -(-length // GRANULE) * GRANULE * whole_token + whole_row),
+        rows=kv // max(1, -(-length // shape.page_tokens) * shape.page_tokens * whole_token + whole_row),
     )  # fmt: skip
+
+
+def _started(host: PlanHost, group: Candidate) -> PlanHost:
+    """The host once the group's processes run, before they load: then the start looks at what is free.
+
+    A GPU's own memory holds none of them.
+    """
+    taken = PROCESS * group.hosts.count(host.name) + SERVER * (host.name == group.hosts[0])
+    if host.memory.kind == "cuda":
+        return host
+    return replace(host, memory=replace(host.memory, available=max(0, host.memory.available - taken)))
 
 
 def _ends(layers: range) -> tuple[int, int]:
     return layers.start, layers.stop
 
 
-def _split(whole: RankParts, topology: Topology, hosts: Sequence[PlanHost], group: Candidate) -> tuple[range, ...]:
+def _split(shape: ModelShape, topology: Topology, hosts: Sequence[PlanHost], group: Candidate) -> tuple[range, ...]:
     """The layers of each stage, as the start shares them out."""
     if topology.n_stages == 1:
-        return (range(len(whole.layers)),)
-    costs = Parts(
-        embedding=LayerCost(split=whole.before.stored),
-        layers=tuple(LayerCost(split=part.stored, cost=part.stored) for part in whole.layers),
-        head=LayerCost(split=whole.behind.stored, cost=whole.behind.stored),
-        everywhere=LayerCost(split=0, whole=whole.everywhere.stored),
-    )
+        return (range(shape.n_layers),)
+    assert shape.parts is not None, "a model without parts has no plan with stages"
     rooms = [
         Room(host.name, max(0, host.memory.available - host.guard) // group.hosts.count(host.name)) for host in hosts
     ]
-    return split_layers(topology, costs, rooms)
+    return split_layers(topology, shape.parts, rooms)
 
 
 def _prediction(

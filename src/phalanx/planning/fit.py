@@ -37,7 +37,6 @@ class Measured(Struct, frozen=True, kw_only=True):
 
     decode: list[Decode] = []
     chunks: list[Chunk] = []
-    base_bytes: int = 0
 
 
 def fit(degree: int, decoding: Sequence[Measured], prompts: Sequence[Measured]) -> RankTimings:
@@ -65,7 +64,6 @@ def fit(degree: int, decoding: Sequence[Measured], prompts: Sequence[Measured]) 
         token_s=token_s,
         token_context_s=token_context_s,
         spread=statistics.median(step.spread for step in steps),
-        base_bytes=max((one.base_bytes for one in (*decoding, *prompts)), default=0),
     )
 
 

@@ -10,6 +10,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from phalanx.dist.topology import Parts
+
 Bytes = Annotated[int, Meta(ge=0)]
 
 
@@ -60,8 +62,12 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     """Elements of a token's hidden states; 0 where `uncut` says why there are no stages."""
     activation_bytes: int = 4
     """Bytes of one element of the hidden states."""
+    page_tokens: Annotated[int, Meta(ge=1)] = 256
+    """Tokens by which the memory of a row grows."""
     max_len: int | None = None
     """Tokens of the model's own context."""
+    parts: Parts | None = None
+    """By which the start shares layers out among stages; None where `uncut` says why there are none."""
     uncut: str = ""
     """Why the model cannot be cut into stages; "" if it can."""
     unsplit: str = ""

@@ -62,7 +62,6 @@ def predict(
     timings: Mapping[str, RankTimings],
     group: GroupTimings | None,
     *,
-    ratio: float = 1.0,
     context: int = CONTEXT,
 ) -> Speed:
     """The speed of a plan that fits.
@@ -71,7 +70,6 @@ def predict(
         timings: by host, with the plan's width and number of ranks on one host.
         group: None for single ranks.
         context: tokens of a row that decodes.
-        ratio: measured over predicted time of earlier predictions for this machine.
     """
     candidate = fit.candidate
     parts = shape.share(candidate.width)
@@ -81,13 +79,9 @@ def predict(
     rates = {}
     for streams in STREAMS:
         rows = -(-streams // candidate.replicas)
-        rates[streams] = streams / (sum(_slices(shape, parts, stages, link, rows, context).values()) * ratio)
+        rates[streams] = streams / sum(_slices(shape, parts, stages, link, rows, context).values())
     first = sum(slices.values())
-    ttft = {
-        tokens: (_prompt_s(shape, parts, stages, link, tokens) + first) * ratio
-        for tokens in PROMPTS
-        if tokens < fit.context
-    }
+    ttft = {tokens: _prompt_s(shape, parts, stages, link, tokens) + first for tokens in PROMPTS if tokens < fit.context}
     spread = max(stage.timings.spread for stage in stages)
     further = 0.0 if candidate.size == 1 else GROUP if link.measured else LINKS
     return Speed(
@@ -195,7 +189,7 @@ def _all_reduce_s(link: GroupTimings, size: int) -> float:
 
 def _prompt_s(shape: ModelShape, parts: RankParts, stages: Sequence[_Part], link: GroupTimings, tokens: int) -> float:
     """Seconds until all tokens of a prompt but the last are computed."""
-    token_s = sum(stage.layers * stage.timings.token_s for stage in stages)
+    token_s = stages[-1].layers * stages[-1].timings.token_s  # the leader's stage, by whose time it plans chunks
     most = prefill_bounds(on_gpu=shape.on_gpu, stages=len(stages), most=None, rows=max(STREAMS)).most
     chunk = max(MIN_CHUNK, min(most, int(PREFILL_ONLY * TARGET_S / token_s) if token_s else most))
     total_s, done = 0.0, 0

@@ -37,8 +37,6 @@ class RankTimings(Struct, frozen=True, kw_only=True):
     """Of one layer, for a prompt token and a token of context before it."""
     spread: float
     """Relative: half of the range that the middle half of the steps had."""
-    base_bytes: int
-    """Memory of the process besides weights and caches."""
 
 
 class AllReduce(Struct, frozen=True, kw_only=True):

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from support.planning import host, shape
 
-from phalanx.memory import GB
-from phalanx.planning.candidates import Candidate, candidates, fit_memory
+from phalanx.memory import GB, MachineMemory
+from phalanx.planning.candidates import Candidate, PlanHost, candidates, fit_memory
 
 
 def names(*args, **kwargs) -> list[str]:
@@ -98,6 +98,23 @@ def test_what_fits_leaves_the_guard_free_and_holds_a_row_of_its_context(free: fl
         own = model.share(width).kv_token_bytes[rank.layers[0] : rank.layers[1]]
         assert rank.kv >= found.context * sum(own) // 1
     assert found.rows >= 1 or found.context < 256
+
+
+def test_rows_are_counted_in_pages():
+    arenas = fit(Candidate(hosts=("a",)), host("a", 16.0), model=replace(shape(), max_len=300))
+    pages = fit(Candidate(hosts=("a",)), host("a", 16.0), model=replace(shape(), max_len=300, page_tokens=64))
+    assert (arenas.context, pages.context) == (300, 300)
+    assert arenas.rows == arenas.ranks[0].kv // (512 * 8 * 1024)
+    assert pages.rows == pages.ranks[0].kv // (320 * 8 * 1024)
+
+
+@pytest.mark.parametrize(("kind", "taken"), [("host", 270), ("metal", 270), ("cuda", 0)])
+def test_processes_take_memory_before_the_model_does(kind: str, taken: int):
+    machine = MachineMemory(total=64 * GB, available=20 * GB, kind=kind)
+    found = fit(Candidate(width=2, hosts=("a", "a")), PlanHost(name="a", memory=machine, guard=0))
+    assert [rank.process >> 20 for rank in found.ranks] == [190, 80]
+    left = 20 * GB - (taken << 20) - 2 * (4 * GB + GB // 2)
+    assert [rank.kv for rank in found.ranks] == [int(left // 2 * 0.6)] * 2
 
 
 def test_more_memory_never_makes_the_context_shorter():

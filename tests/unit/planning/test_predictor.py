@@ -15,10 +15,10 @@ from phalanx.planning.timings import GroupTimings
 seconds = st.floats(1e-6, 1e-2)
 
 
-def speed(candidate: Candidate, per_rank, link: GroupTimings | None = None, model=None, ratio: float = 1.0):
+def speed(candidate: Candidate, per_rank, link: GroupTimings | None = None, model=None):
     model = model or shape()
     fit = fit_memory(model, candidate, {name: host(name) for name in candidate.hosts})
-    return predict(model, fit, dict.fromkeys(candidate.hosts, per_rank), link, ratio=ratio)
+    return predict(model, fit, dict.fromkeys(candidate.hosts, per_rank), link)
 
 
 ONE = Candidate(hosts=("a",))
@@ -51,6 +51,18 @@ def test_stages_take_as_long_for_a_token_as_one_rank_and_half_for_a_prompt():
     one, two = speed(ONE, own), speed(PP, own, link)
     assert two.tokens_per_s[1] == pytest.approx(one.tokens_per_s[1], rel=0.01)
     assert 0.45 * one.ttft_s[4000] < two.ttft_s[4000] < 0.65 * one.ttft_s[4000]
+
+
+def test_chunks_are_those_of_the_scheduler():
+    own = replace(timings(token_s=1e-5), token_context_s=0.0)
+    two = speed(PP, own, group((1, 1), step_s=0.0))
+    stage_s = 4 * 1e-5  # of a token in one of the two stages
+    assert two.ttft_s[4000] == pytest.approx((3999 + 128) * stage_s + 1 / two.tokens_per_s[1])
+    gpu = speed(PP, own, group((1, 1), step_s=0.0), replace(shape(), on_gpu=True))
+    assert gpu.ttft_s[4000] == pytest.approx((3999 + 2048) * stage_s + 1 / two.tokens_per_s[1])
+    slow = replace(timings(token_s=1e-2), token_context_s=0.0)  # a second is the time of 25 tokens of the last stage
+    found = speed(PP, slow, group((1, 1), step_s=0.0))
+    assert found.ttft_s[512] == pytest.approx((511 + 25) * 4 * 1e-2 + 1 / found.tokens_per_s[1])
 
 
 def test_small_sums_over_a_slow_link_make_two_machines_slower():
@@ -117,7 +129,3 @@ def test_slower_parts_make_no_plan_faster(layer: float, ends: float, token: floa
         assert all(slower.tokens_per_s[n] <= base.tokens_per_s[n] for n in base.tokens_per_s)
         assert all(slower.ttft_s[n] >= base.ttft_s[n] for n in base.ttft_s)
         assert sorted(base.ttft_s.values()) == list(base.ttft_s.values())
-
-
-def test_what_was_measured_of_earlier_predictions_scales_later_ones():
-    assert speed(ONE, timings(), ratio=2.0).tokens_per_s[1] == pytest.approx(speed(ONE, timings()).tokens_per_s[1] / 2)
