@@ -12,6 +12,8 @@ from phalanx.model.cache.buffers import ArenaBuffers, Snapshot
 from phalanx.model.cache.layer_layout import Heads, KvLayout, Layout, StateLayout
 from phalanx.model.cache.ragged_cache import RaggedKV, StateRows
 from phalanx.model.cache.row_view import RowView
+from phalanx.model.disk_blocks import BlockLayout, _packed, _unpack
+from phalanx.sched.plan import DiskBlock
 
 ROWS, CAPACITY = 5, 64
 KV: tuple[Layout, ...] = (
@@ -27,6 +29,7 @@ class Lives:
     def __init__(self, layouts: tuple[Layout, ...]) -> None:
         self.arena = ArenaBuffers(layouts)
         self.arena.resize(ROWS, CAPACITY)
+        self.blocks = BlockLayout(layouts)
         self.recurrent = self.arena.recurrent
         self.rows: list[list[int] | None] = [None] * ROWS
         self.kept: list[tuple[list[int], Snapshot]] = []
@@ -109,7 +112,8 @@ class Lives:
         slot = data.draw(st.sampled_from(slots))
         row = self.rows[slot]
         if row and data.draw(st.booleans()):
-            self.kept.append((list(row), self.arena.save(slot, len(row))))
+            snapshot = self.arena.save(slot, len(row))
+            self.kept.append((list(row), self._from_disk(snapshot) if data.draw(st.booleans()) else snapshot))
         self.arena.free(slot)
         self.rows[slot] = None
         if (others := self.live()) and data.draw(st.booleans()):
@@ -117,6 +121,13 @@ class Lives:
             self.arena.move(src, self.arena, slot)
             self.rows[slot], self.rows[src] = self.rows[src], None
         self.arena.give_back(data.draw(st.sampled_from([0, 1, 2000, float("inf")])))
+
+    def _from_disk(self, snapshot: Snapshot) -> Snapshot:
+        """A snapshot as it is after it was written to disk and loaded."""
+        block = DiskBlock(b"name", b"parent", bytes(4 * snapshot.length), b"owner", ending=self.recurrent)
+        loaded = self.blocks.allocate(snapshot.length)
+        _unpack(_packed(self.blocks.views(snapshot), 0, block), self.blocks.views(loaded), 0, snapshot.length)
+        return loaded
 
     def swap(self, data: Any) -> None:
         """Two slots, of which each may be empty."""

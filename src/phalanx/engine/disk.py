@@ -68,8 +68,9 @@ def open_store(
         )
     layout = BlockLayout(runner.facts.layouts)
     facts = (identity, link.rank, repr(runner.facts.layouts))
+    folder = Path(config.prefix_cache_dir).expanduser() / f"rank-{link.rank}"
     store = PrefixStore(
-        Path(config.prefix_cache_dir).expanduser() / f"rank-{link.rank}",
+        folder,
         hashlib.blake2b(msgspec.json.encode(facts), digest_size=16).hexdigest(),
         layout.sizes,
     )
@@ -78,7 +79,13 @@ def open_store(
     )
     everyone = link.share(own)
     common = set.intersection(*(_names(held.names) for held in everyone))
-    store.drop([block.name for block in store.blocks if block.name not in common])
+    try:
+        store.drop([block.name for block in store.blocks if block.name not in common])
+    except OSError as error:
+        raise ConfigError(
+            f"--prefix-cache-dir: {folder} on {link.host} cannot be written: {error.strerror}.",
+            remedy="Make room there, or name another directory.",
+        ) from error
     return OpenedStore(store, store.blocks, *_limits(config.prefix_cache_disk_gb, everyone))
 
 

@@ -49,7 +49,8 @@ class BlockLayout:
                 heads = [h for h in (leaf.keys, leaf.values) if h is not None and h.heads * h.dim]
                 self._leaves.append([(True, ((h.heads, h.dim), h.dtype)) for h in heads])
             else:
-                self._leaves.append([(False, entry) for entry in leaf.entries if entry is not None])
+                states = [entry for entry in leaf.entries if entry is not None]
+                self._leaves.append([(False, ((1, 1, math.prod(shape)), dtype)) for shape, dtype in states])
 
     @property
     def by_token(self) -> list[list[bool]]:

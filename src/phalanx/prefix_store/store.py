@@ -162,7 +162,11 @@ class PrefixStore:
 
     def _append(self, *new: Record) -> None:
         data = b"".join(encode(record) for record in new)
-        _write_at(self._log, memoryview(data), None)
+        try:
+            _write_at(self._log, memoryview(data), None)
+        except OSError:
+            os.ftruncate(self._log, self._log_bytes)  # behind half a record nothing would be read
+            raise
         self._log_bytes += len(data)
 
     def _read_log(self, identity: str) -> int:

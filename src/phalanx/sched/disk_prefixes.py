@@ -120,6 +120,8 @@ class DiskPrefixes:
         if hit.length / self._speed > prefill_s:
             self._speed *= RETRY
             return False
+        for entry in [entry for entry in self._loads if entry not in self._entries]:
+            self._end(entry, evict=True)  # it had to make room when nobody waited any more, so ranks say no more of it
         for entry, load in self._loads.items():
             if load.names[: len(hit.names)] == hit.names:
                 seq.load = entry

@@ -204,6 +204,29 @@ def test_a_full_disk_leaves_what_was_there_and_names_nothing_new(tmp_path, monke
     again.close()
 
 
+def test_what_is_recorded_behind_half_a_record_counts(tmp_path, monkeypatch):
+    store = open_store(tmp_path / "rank")
+    put(store, 1, 2)
+    write = os.write
+    rooms = [40, 0]  # bytes
+
+    def nearly_full(file: int, data: memoryview) -> int:
+        if room := rooms.pop(0):
+            return write(file, data[:room])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", nearly_full)
+        with pytest.raises(OSError, match="No space left"):
+            put(store, 3)
+    put(store, 4)
+    store.drop([name_of(1)])
+    store.close()
+    again = open_store(tmp_path / "rank")
+    assert right(again, range(1, 9)) == {2, 4}
+    again.close()
+
+
 @pytest.mark.parametrize("kills", [12, pytest.param(200, marks=pytest.mark.soak)])
 def test_a_process_that_is_killed_at_any_moment_leaves_whole_blocks(tmp_path, kills):
     folder, rnd, begun = tmp_path / "rank", random.Random(kills), 10

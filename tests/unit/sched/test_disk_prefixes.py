@@ -231,3 +231,23 @@ def test_a_restored_block_that_is_not_what_was_computed_is_found_and_deleted():
     group.submit(make_request("b", prompt, 5))
     group.run()
     assert group.outputs["b"] == group.outputs["a"] and len(group.scheduler.disk.mismatches) == 1
+
+
+def test_a_load_that_nobody_waits_for_any_more_holds_up_no_later_one():
+    """Its entry made room for others, so ranks stopped reading and say nothing more."""
+    disks: list[Disk] = [{}]
+    prompt = conversation(random.Random(0), 0, 3 * BLOCK_TOKENS)
+    restarted(disks, prompt)
+    budget = 4 * BLOCK_TOKENS * make_config().limits.bytes_per_token
+    group = DiskSimulation(disks, prefix_budget=budget)
+    group.submit(make_request("a", prompt, 5))
+    while not group.scheduler.disk.held:
+        group.step()
+    group.runners[0].outcomes.clear()
+    group.scheduler.cancel("a", group.now)
+    group.submit(make_request("other", conversation(random.Random(1), 1, 3 * BLOCK_TOKENS), 5))
+    group.run()
+    group.now += 3600.0
+    group.submit(make_request("b", prompt, 5))
+    group.run()
+    assert group.finished["b"].disk_tokens == 3 * BLOCK_TOKENS
