@@ -26,7 +26,7 @@ import msgspec
 import psutil
 from msgspec import Struct
 
-from phalanx.dist.stage_link import Ends
+from phalanx.dist.stage_link import StageConnections
 from phalanx.engine.leader import Leader
 from phalanx.engine.link import SingleRank
 from phalanx.engine.model_shape_reader import ShardReducer, lazy_model, prepare_kernels
@@ -186,7 +186,7 @@ def _leader(loaded: load.Loaded, reducer: ShardReducer) -> Leader:
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
     config = SchedulerConfig(
         limits=limits,
-        prefill=prefill_bounds(on_gpu=on_gpu, stages=1, most=None if on_gpu else CHUNK, rows=max(ROWS))._replace(
+        prefill=prefill_bounds(on_gpu=on_gpu, stages=1, max_tokens=None if on_gpu else CHUNK, rows=max(ROWS))._replace(
             first=CHUNK
         ),
         target_step_s=0.25,
@@ -196,7 +196,7 @@ def _leader(loaded: load.Loaded, reducer: ShardReducer) -> Leader:
     )
     return Leader(
         Scheduler(config),
-        StagedRunner(runner, 0, Ends(None, ()), str(loaded.dtype)),
+        StagedRunner(runner, 0, StageConnections(None, ()), str(loaded.dtype)),
         cast(ServerSocket, _NoServer()),
         link=SingleRank(),
         deadline=StepDeadline(600.0),

@@ -196,7 +196,7 @@ def _all_reduce_s(link: GroupTimings, size: int) -> float:
 def _prompt_s(shape: ModelShape, parts: RankParts, stages: Sequence[_Part], link: GroupTimings, tokens: int) -> float:
     """Seconds until all tokens of a prompt but the last are computed."""
     token_s = sum(stage.layers * stage.timings.token_s for stage in stages)
-    most = prefill_bounds(on_gpu=shape.on_gpu, stages=len(stages), most=None, rows=max(STREAMS)).most
+    most = prefill_bounds(on_gpu=shape.on_gpu, stages=len(stages), max_tokens=None, rows=max(STREAMS)).max_tokens
     chunk = max(MIN_CHUNK, min(most, int(PREFILL_ONLY * TARGET_S / token_s) if token_s else most))
     total_s, done = 0.0, 0
     while done < tokens - 1:

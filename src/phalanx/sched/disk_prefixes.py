@@ -90,7 +90,7 @@ class DiskPrefixes:
         """Numbers of the sequences that wait for a load."""
         return {number for load in self._loads.values() for number in load.waiting}
 
-    def looks_for(self, seq: Sequence) -> bool:
+    def may_look_up(self, seq: Sequence) -> bool:
         """Whether a sequence's prefix may be on disk and was not looked for."""
         return self._on and not seq.looked_on_disk
 
@@ -109,7 +109,7 @@ class DiskPrefixes:
                 return True
             self._give_up(seq.load, load, now)
             return False
-        if not self.looks_for(seq):
+        if not self.may_look_up(seq):
             return False
         seq.looked_on_disk = True
         self.queries += seq.prompt_len
