@@ -2,9 +2,9 @@
 
 Every rank keeps the arrays under an entry number (`model/runner.py`); this index decides, and plans carry its
 decisions. An entry is the token list whose KV is kept. Entries are found by chained hashes of 16-token blocks, compared
-token by token before use, and evicted least recently used first within a byte budget. Keys include a salt, so only requests
-of one API key share entries; model, dtype and precision need no key because an index never outlives the engine process.
-Also finds prefixes of rows that are being computed (`live_prefix`). Does not know where rows live.
+token by token before use, and evicted least recently used first within a byte budget. Keys include a salt, so only
+requests of one API key share entries; model, dtype and precision need no key, as an index never outlives the engine
+process. Also finds prefixes of rows that are being computed (`live_prefix`). Does not know where rows live.
 """
 
 from __future__ import annotations
