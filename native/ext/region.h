@@ -1,7 +1,7 @@
 // Rows of keys and values in address space that is reserved once: a page becomes memory when a token is written to it.
 //
-// MLX never writes to a region: it does not own the memory, so it would copy all of it in silence. What is written goes
-// through `rows.h`, in place.
+// MLX must never write to a region: it does not own the memory, so it would silently copy all of it. `rows.h` writes in
+// place.
 #pragma once
 #include <algorithm>
 #include <cerrno>
@@ -22,7 +22,7 @@
 
 namespace phalanx_cpu {
 
-// [rows, ...], row after row, and behind the last row as much space as one takes: rows change places through it.
+// [rows, ...] in row-major order, followed by space for one row, which swaps use.
 class Regions {
  public:
   static Regions& get() {
@@ -30,7 +30,7 @@ class Regions {
     return *regions;
   }
 
-  // An evaluated array of zeros that takes no memory yet. Throws if the system does not give as much address space.
+  // An evaluated array of zeros that takes no memory yet. Throws if the system refuses the address space.
   mx::array reserve(const mx::Shape& shape, mx::Dtype dtype) {
     if (shape.empty() || shape[0] <= 0) throw std::invalid_argument("reserve: there must be rows");
     size_t row = mx::size_of(dtype);
@@ -47,7 +47,7 @@ class Regions {
     madvise(begin, mapped, MADV_NOHUGEPAGE);  // one token of a head would take 2 MiB
 #endif
     auto* place = static_cast<char*>(begin) + page_;
-    auto* size = reinterpret_cast<size_t*>(place) - 1;  // MLX reads a buffer's size before it
+    auto* size = reinterpret_cast<size_t*>(place) - 1;  // MLX reads a buffer's size in front of it
     *size = bytes;
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -63,13 +63,13 @@ class Regions {
     return mx::array(mx::allocator::Data(mx::allocator::Buffer(size), unmap), shape, dtype);
   }
 
-  // Whether an evaluated array is a whole region, and no copy of one.
+  // Whether an evaluated array is a whole region, not a copy of one.
   bool is_region(const mx::array& a) {
     std::lock_guard<std::mutex> lock(mutex_);
     return a.flags().row_contiguous && rows_.count(static_cast<const char*>(data(a))) != 0;
   }
 
-  // Zeroes a row, and gives its pages back to the system. Nothing may be computing with the row.
+  // Zeroes a row and returns its pages to the system. No computation may be using the row.
   void clear(mx::array region, int row) {
     const auto [begin, bytes] = at(region, row);
     char *first = begin + (up(address(begin)) - address(begin)), *last = begin + bytes;
@@ -82,8 +82,8 @@ class Regions {
     std::memset(last, 0, begin + bytes - last);
   }
 
-  // Rows change places: their pages do, where rows begin with pages and the system can (Linux 5.7); else what is in the
-  // first `length` of the last axis but one. Nothing may be computing with the rows.
+  // Swaps two rows: by remapping pages if rows are page-aligned and the system can (Linux 5.7); else by copying the
+  // first `length` entries of the last axis but one. No computation may be using the rows.
   void swap(mx::array region, int a, int b, int length) {
     if (a == b) return;
     const auto [one, bytes] = at(region, a);
@@ -113,7 +113,7 @@ class Regions {
     return {static_cast<char*>(data(region)) + bytes * static_cast<size_t>(row), bytes};
   }
 
-  // The source then has no pages, and reads as zeros.
+  // Afterwards the source has no pages and reads as zeros.
   static bool move(char* from, char* to, size_t bytes) {
     return mremap(from, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, to) != MAP_FAILED;
   }
@@ -130,7 +130,7 @@ class Regions {
 
   const size_t page_;
   std::mutex mutex_;
-  std::map<const char*, size_t> rows_;  // where a region begins -> bytes of a row
+  std::map<const char*, size_t> rows_;  // start of a region -> bytes per row
 };
 
 }  // namespace phalanx_cpu

@@ -1,4 +1,4 @@
-// New keys and values behind those of rows that have different lengths.
+// Appends keys and values to rows of different lengths.
 #pragma once
 #include <optional>
 #include <variant>
@@ -8,8 +8,8 @@
 
 namespace phalanx_cpu {
 
-// region [rows, heads, capacity, dim]; what is new of n rows, [n, heads, L, dim]; where it begins in each, int32 [n], if
-// not at `start` in all; which rows those are, int32 [n], counted from the first one: if not given, one after the other
+// Inputs: region [rows, heads, capacity, dim]; new values of n rows, [n, heads, L, dim]; their starts, int32 [n],
+// unless `start` holds for all; optionally their rows, int32 [n], relative to `first` (default: consecutive).
 class WriteRows : public mx::Primitive, public Native {
  public:
   WriteRows(mx::Stream stream, int first, std::optional<int> start)
@@ -18,10 +18,10 @@ class WriteRows : public mx::Primitive, public Native {
   void eval_cpu(const Arrays& in, Arrays& out) override {
     if (!Regions::get().is_region(in[0]))
       throw std::runtime_error("KernWriteRows: what is written to is no reserved region: something has copied it");
-    out[0].copy_shared_buffer(in[0]);  // whoever else refers to it
+    out[0].copy_shared_buffer(in[0]);  // even if shared
     mx::cpu::get_command_encoder(stream()).dispatch([task = prepare(in, out, false)] { task(0); });
   }
-  // `out` lies where the region does, in row-major order.
+  // `out` shares the region's memory, in row-major order.
   Task prepare(const Arrays& in, Arrays& out, bool) const override {
     const auto size = static_cast<int64_t>(out[0].itemsize());
     const mx::array& news = in[1];
@@ -42,7 +42,7 @@ class WriteRows : public mx::Primitive, public Native {
       }
     };
   }
-  // Whether the other writes to the same rows, `by` positions further on.
+  // Whether `other` writes to the same rows, `by` positions later.
   bool is_same(const WriteRows& other, int by) const {
     if (first_ != other.first_ || start_.has_value() != other.start_.has_value()) return false;
     return !start_ || *other.start_ - *start_ == by;
@@ -58,8 +58,8 @@ class WriteRows : public mx::Primitive, public Native {
   std::optional<int> start_;
 };
 
-// The region after keys and values were written to rows [first, first + n), or to rows first + slots [n]. Written in
-// place, when it is evaluated, whoever else refers to the region.
+// The region with keys and values written to rows [first, first + n), or to rows first + slots [n]. Evaluation writes
+// in place, even if the region is shared.
 inline mx::array write_rows(const mx::array& region, const mx::array& news, const std::variant<int, mx::array>& starts,
                             int first, const std::optional<mx::array>& slots, mx::StreamOrDevice s) {
   mx::Stream stream = mx::to_stream(s);

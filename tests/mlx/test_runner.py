@@ -164,7 +164,7 @@ def test_errors_name_what_is_wrong() -> None:
     with pytest.raises(EngineError, match="needs 9 tokens per row; the buffers hold 8"):
         feed(runner, 0, [[1, 2]], [7])
     packed = Forward(arena=0, start=0, seqs=(1,), tokens=((1, 2),), valid=(2,), sample=True, packed=True)
-    with pytest.raises(EngineError, match="packed by the native kernels only, and this rank has none"):
+    with pytest.raises(EngineError, match="Only the native kernels can pack rows, and this rank has none"):
         runner.forward(packed, [0])
     with pytest.raises(EngineError, match="Slot 1 holds no row"):
         feed(runner, 0, [[1], [1]], [0, 0])

@@ -24,7 +24,7 @@ from support.models import make_model
 from support.splitting import UNBUILDABLE, Ranks
 from support.stages import drive_cut, even, load_part, runner_of, staged_runner
 
-from phalanx.dist.stage_link import Ends
+from phalanx.dist.stage_link import StageConnections
 from phalanx.engine.stages import StagedRunner, from_bytes
 from phalanx.errors import ConfigError, EngineError, ModelUnsupported
 from phalanx.model import registry
@@ -370,7 +370,7 @@ def test_what_is_sent_is_computed_in_the_stages_own_evaluation(
     plain, runner = staged_llama(tmp_path, 0, 2), staged_llama(tmp_path, 0, 2)
     sent: list[bytes] = []
     sender = cast(Any, SimpleNamespace(send=lambda frame, data: sent.append(data)))
-    staged = StagedRunner(runner, 0, Ends(None, (sender,)), dtype)
+    staged = StagedRunner(runner, 0, StageConnections(None, (sender,)), dtype)
     outgoing, evaluate = runner.outgoing, mx.eval
     made: list[mx.array] = []
     evaluated: list[int] = []

@@ -18,7 +18,7 @@ from support.drafts import by_position
 from tokenizers import Tokenizer
 
 from phalanx.demo import MODEL_DIR
-from phalanx.dist.stage_link import Ends
+from phalanx.dist.stage_link import StageConnections
 from phalanx.engine.leader import Leader
 from phalanx.engine.link import SingleRank
 from phalanx.engine.stages import StagedRunner
@@ -118,7 +118,7 @@ class Engine:
         )
         config = SchedulerConfig(
             limits=limits,
-            prefill=PrefillBounds(most=batched),
+            prefill=PrefillBounds(max_tokens=batched),
             target_step_s=0.1,
             decode_share=decode_share,
             prefix_budget=1 << 24,
@@ -146,7 +146,7 @@ class Engine:
         return self.metadata.after(self.scheduler.by_number[number], drafts)
 
     def _lead(self, speculator: Speculator | None) -> Leader:
-        alone = StagedRunner(self._runner, 0, Ends(None, ()), "float32")
+        alone = StagedRunner(self._runner, 0, StageConnections(None, ()), "float32")
         return Leader(
             self.scheduler, alone, self.post, link=self._link, deadline=StepDeadline(1e6),
             metadata=self.metadata, speculator=speculator, grammars=self.grammars, plans_ahead=self._plans_ahead,

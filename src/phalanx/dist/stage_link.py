@@ -1,9 +1,9 @@
-"""The connections between pipeline stages: each rank gets its stage's input and sends its output.
+"""The connections between pipeline stages: each rank receives its stage's input and sends its output.
 
-Activations go straight from a rank to its receivers in the next stage (`topology.py`), over a connection of their own:
-on one machine a Unix socket, between machines TCP under TLS, where each end shows the certificate of its rank. A thread
-receives, and another one sends what the engine's own thread cannot send without waiting. What a frame is and which one
-comes next is decided in `stage_frames.py`.
+Hidden states go straight from a rank to its receivers in the next stage (`topology.py`), over connections of their own:
+Unix sockets on one machine, TCP under TLS between machines, where each end shows the certificate of its rank. One
+thread receives; another sends what the engine's thread cannot send without blocking. `stage_frames.py` defines frames
+and their order.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from phalanx.tls.host_credentials import Credentials, accepting, connecting
 
 log = logging.getLogger("phalanx.channel")
 
-TICK_S = 0.25  # between looks at whether a frame is late
-STOPPED_S = 1.0  # between two looks: this process was stopped for the rest of the time, or the machine slept
-RETRY_S = 0.1  # between attempts to connect, and between looks at whether a connection broke
-CAUSE_S = 1.0  # that a broken connection is kept back: usually its rank has ended, and the watchdog knows why
+TICK_S = 0.25  # between checks for a late frame
+STOPPED_S = 1.0  # longer gaps between checks do not count: this process was stopped, or the machine slept
+RETRY_S = 0.1  # between attempts to connect, and between checks for a broken connection
+BREAK_REPORT_DELAY_S = 1.0  # usually the peer has ended, and the watchdog reports why within this time
 PIECE_BYTES = 1 << 18  # received at a time
-SENT_AHEAD = 64  # frames that may wait to be sent: those of one plan
-SENT_AT_ONCE = 1 << 16  # bytes of a frame that the engine's thread sends itself: waking another one takes longer
+SENT_AHEAD = 64  # frames that may be queued: those of one plan
+SENT_AT_ONCE = 1 << 16  # bytes; the engine's thread sends smaller frames itself: waking a thread takes longer
 
 Tamper = Callable[[int, list[Payload]], list[Payload]]
-"""(step, pieces of a frame) -> what is sent instead: an injected fault. May raise ConnectionError."""
+"""(step, pieces of a frame) -> pieces to send instead: an injected fault. May raise ConnectionError."""
 
 
-class Ends(NamedTuple):
-    """This rank's connections."""
+class StageConnections(NamedTuple):
+    """This rank's connections to other stages."""
 
     receiver: StageReceiver | None
     """None in the first stage."""
     senders: tuple[StageSender, ...]
-    """Empty in the last stage, and where the next one is narrower."""
+    """Empty in the last stage, and for ranks without receivers, where the next stage has fewer ranks."""
 
 
 class StageReceiver:
@@ -58,7 +58,7 @@ class StageReceiver:
 
     Args:
         name: of both ends, for errors.
-        clock: by which frames are late; one on which time that this process is stopped does not pass.
+        clock: for deadlines of frames; it stands still while this process is stopped.
     """
 
     def __init__(self, connected: socket.socket, name: str, clock: AwakeClock | None = None) -> None:
@@ -66,26 +66,26 @@ class StageReceiver:
         self._socket = connected
         self._name = name
         self._sequence = FrameSequence(name)
-        self._news = threading.Condition()
-        self._n_expected = 0  # frames that were announced and did not begin
+        self._changed = threading.Condition()
+        self._n_expected = 0  # announced frames that have not begun
         self._arrived: queue.SimpleQueue[bytearray | PhalanxError] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="stage receiver", daemon=True).start()
 
     def expect(self, frames: Sequence[Frame], within_s: float) -> None:
-        """These frames will come next, the last of them within so many seconds."""
+        """Announce the next frames. All must arrive `within_s` seconds from now."""
         self._clock.tick()
-        with self._news:
+        with self._changed:
             due = self._clock.now() + within_s
             for frame in frames:
                 self._sequence.expect(frame, due)
             self._n_expected += len(frames)
-            self._news.notify()
+            self._changed.notify()
 
     def take(self) -> bytearray:
-        """The payload of the next frame that was announced. Waits for it.
+        """The payload of the next announced frame; blocks until it has arrived.
 
         Raises:
-            StageLinkError: another frame came, a damaged one, or none in time; names both ends.
+            StageLinkError: the frame was another one, damaged or late; names both ends.
         """
         while True:
             self._clock.tick()
@@ -93,7 +93,7 @@ class StageReceiver:
                 found = self._arrived.get(timeout=TICK_S)
             except queue.Empty:
                 self._clock.tick()
-                with self._news:
+                with self._changed:
                     self._sequence.check_time(self._clock.now())
                 continue
             if isinstance(found, PhalanxError):
@@ -108,25 +108,25 @@ class StageReceiver:
         try:
             while True:
                 header = self._read(HEADER_BYTES)
-                with self._news:
-                    self._news.wait_for(lambda: self._n_expected)
+                with self._changed:
+                    self._changed.wait_for(lambda: self._n_expected)
                     self._n_expected -= 1
                     n_bytes = self._sequence.begin(bytes(header))
                 payload = self._read(n_bytes)
-                with self._news:
+                with self._changed:
                     self._sequence.end(payload)
                 self._arrived.put(payload)
         except PhalanxError as error:
             self._arrived.put(error)
         except OSError as error:
-            time.sleep(CAUSE_S)
+            time.sleep(BREAK_REPORT_DELAY_S)
             self._arrived.put(FrameLost(f"{self._name}: the connection broke: {error.strerror or error}."))
 
     def _read(self, n_bytes: int) -> bytearray:
-        """So many bytes.
+        """Read exactly `n_bytes`.
 
         Raises:
-            OSError: the connection ended before.
+            OSError: the connection ended first.
         """
         data = bytearray(n_bytes)
         view, at = memoryview(data), 0
@@ -139,26 +139,26 @@ class StageReceiver:
 
 
 class StageSender:
-    """Sends frames to one receiver: small ones at once, all others in a thread of its own.
+    """Sends frames to one receiver: small ones in the caller's thread, others in a thread of its own.
 
     Args:
         name: of both ends, for errors.
-        tamper: changes what is sent; injects faults.
+        tamper: injects faults.
     """
 
     def __init__(self, connected: socket.socket, name: str, tamper: Tamper | None = None) -> None:
         self._socket = connected
         self._name = name
         self._tamper = tamper
-        self._waiting: queue.Queue[tuple[Frame, Payload] | bytes] = queue.Queue(SENT_AHEAD)  # frames, or a frame's rest
+        self._waiting: queue.Queue[tuple[Frame, Payload] | bytes] = queue.Queue(SENT_AHEAD)  # frames, or a rest
         self._error: PhalanxError | None = None
         threading.Thread(target=self._run, name="stage sender", daemon=True).start()
 
     def send(self, frame: Frame, payload: Payload) -> None:
-        """Hand over a frame. Waits only while very many are to be sent; the payload must not change any more.
+        """Send or queue a frame; blocks while the queue is full. The payload must not change afterwards.
 
         Raises:
-            FrameLost: the connection broke at an earlier one; names both ends.
+            FrameLost: the connection broke at an earlier frame; names both ends.
         """
         left: tuple[Frame, Payload] | bytes = (frame, payload)
         if len(payload) <= SENT_AT_ONCE and not self._waiting.unfinished_tasks and self._tamper is None:
@@ -175,9 +175,9 @@ class StageSender:
         close(self._socket)
 
     def _send_at_once(self, data: bytes) -> bytes:
-        """Send what the socket takes without waiting. Returns the rest, for the thread, which also meets its errors.
+        """Send without blocking. Returns the unsent rest for the thread, which also handles errors.
 
-        TLS takes all or nothing, and then has to be given the same bytes again.
+        TLS sends all or nothing, and must be given the same bytes again.
         """
         try:
             self._socket.settimeout(0.0)
@@ -202,7 +202,7 @@ class StageSender:
             self._waiting.task_done()
 
     def _pieces(self, frame: Frame, payload: Payload) -> list[Payload]:
-        """What is sent for a frame."""
+        """Header and payload of a frame, as sent."""
         pieces: list[Payload] = [encode(frame, payload), payload]
         return pieces if self._tamper is None else self._tamper(frame.step, pieces)
 
@@ -220,17 +220,17 @@ def connect_stages(
     *,
     deadline_s: float,
     tamper: Tamper | None = None,
-) -> Ends:
-    """Connect this rank with its sender and its receivers. Every rank of the group calls this at the same point.
+) -> StageConnections:
+    """Connect this rank to its sender and its receivers. Collective: every rank of the group calls it.
 
     Args:
         names: of all ranks, for messages.
-        credentials: of this rank; None where all ranks are on one machine.
-        share: gives the values of all ranks, in rank order.
-        deadline_s: seconds until all connections must be there.
+        credentials: of this rank; None if all ranks are on one machine.
+        share: all-gathers a value; returns those of all ranks in rank order.
+        deadline_s: seconds within which all connections must be made.
 
     Raises:
-        PeerMissing: the rank at another end did not come; names it.
+        PeerMissing: a rank did not connect or could not be reached; names both ends.
         GroupError: this rank cannot listen.
     """
     deadline = time.monotonic() + deadline_s
@@ -244,7 +244,7 @@ def connect_stages(
         name = f"{names[rank]} to {names[receiver]}"
         senders.append(StageSender(_connect(addresses[receiver], context, hello, name, deadline), name, tamper))
     if listener is None or sender is None:
-        return Ends(None, tuple(senders))
+        return StageConnections(None, tuple(senders))
     context = None if credentials is None else accepting(credentials, peers=[sender])
     hello = group.nonce.to_bytes(8, "big") + sender.to_bytes(8, "big")
     name = f"{names[sender]} to {names[rank]}"
@@ -259,14 +259,14 @@ def connect_stages(
             f"{name}: no connection between these stages within {deadline_s:g} s.",
             remedy="Look at the log of the first of them, and whether it can connect to the second one's ports.",
         )
-    return Ends(StageReceiver(connected, name), tuple(senders))
+    return StageConnections(StageReceiver(connected, name), tuple(senders))
 
 
 def _listen(group: GroupConfig, rank: int) -> socket.socket:
-    """Where a rank waits for its sender: a Unix socket beside the leader's, or a port.
+    """Listen for this rank's sender: on a Unix socket beside the leader's, or on a port.
 
     Raises:
-        GroupError: it cannot listen there.
+        GroupError: the address cannot be bound.
     """
     if control_address.is_unix(group.control):
         return control_address.listen(_unix_path(group, rank))
@@ -308,16 +308,16 @@ def _connect(address: str, context: ssl.SSLContext | None, hello: bytes, name: s
 
 
 def _broken(error: OSError) -> str:
-    """What the other end did, as a predicate."""
+    """The other end's failure, as a predicate for messages."""
     if isinstance(error, ssl.SSLError):
         return predicate_of(error)
     return f"cannot be reached: {error.strerror or error}"
 
 
 def _prepared(connected: socket.socket, context: ssl.SSLContext | None, hello: bytes, left_s: float) -> socket.socket:
-    """The connection, once the other end has shown its certificate, been told who this is, and accepted it.
+    """Handshake: verify the peer's certificate, send this rank's hello, wait for the welcome.
 
-    The sender does not give up before its deadline: the receiver must not accept what the sender has left.
+    The sender waits for its whole deadline, so that a receiver never accepts an abandoned connection.
     """
     with contextlib.ExitStack() as on_error:
         on_error.callback(connected.close)

@@ -1,11 +1,11 @@
-"""Measures how long a model's layers take on this machine, without the whole model: few layers, then more of them.
+"""Measures the time of a model's layers on this machine without loading the whole model: with few layers, then more.
 
-A leader of this process runs real steps (scheduler, model, sampler, commit) on the model's first layers with their real
-weights; the other layers pass on what they are given. What a layer takes is the slope, everything else the intercept.
+A leader in this process runs real steps (scheduler, model, sampler, commit) on some of the model's layers with their
+real weights; the other layers return their input. The time per layer is the slope, everything else the intercept.
 
-`python -m phalanx.engine.calibration` takes a line of JSON with a `CalibrationRequest` and prints `Ready`; then for
-each word on a line, `decode` or `prompt`, a line with what it measured, so that processes can measure beside each
-other, as ranks of one machine work.
+`python -m phalanx.engine.calibration` takes a line of JSON with a `CalibrationRequest` and prints `Ready`; for each
+further line, `decode` or `prompt`, it prints one line of measurements. So several processes can measure at the same
+time, like the ranks of one machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import mlx.core as mx
 import msgspec
 from msgspec import Struct
 
-from phalanx.dist.stage_link import Ends
+from phalanx.dist.stage_link import StageConnections
 from phalanx.engine.leader import Leader
 from phalanx.engine.link import SingleRank
 from phalanx.engine.model_shape_reader import ShardReducer, lazy_model, prepare_kernels
@@ -48,28 +48,28 @@ from phalanx.text.grammar import GrammarCompiler
 from phalanx.types import FromEngine, Sampling, SequenceRequest, StopRule, Submit
 
 FEW = 2  # layers of the first measurement
-MORE_BYTES = 128 << 20  # of weights that the second one has besides: more than processors keep in their caches
+MORE_BYTES = 128 << 20  # of further weights in the second one: more than fits in processor caches
 ROWS = (1, 4, 16)
-SHORT, LONG = 32, 1024  # tokens before a row that decodes
-READ = 2048  # tokens of the prompt that is timed
-CHUNK = 256  # of it at most: what tokens before a chunk cost shows in several chunks only
-STEPS = 16  # decode steps that count
-SKIPPED = 4  # steps after the first token, in which graphs are captured
+SHORT, LONG = 32, 1024  # context of decoding rows, in tokens
+READ = 2048  # tokens of the timed prompt
+CHUNK = 256  # most tokens of a chunk: the cost of context shows only over several chunks
+STEPS = 16  # timed decode steps
+SKIPPED = 4  # untimed steps after the first token, in which graphs are captured
 
 
 class CalibrationRequest(Struct, frozen=True, kw_only=True):
-    """Measure the rank of a model."""
+    """The model and the rank to measure."""
 
     path: str
     degree: int = 1
     """Ranks that share each layer."""
     ranks_here: int = 1
-    """Ranks of this machine, which share its processors."""
+    """Ranks on this machine, which share its processors."""
     threads: int | None = None
 
 
 class _Passing(Stage):
-    """Gives every layer that is left out what came in."""
+    """Makes layers that are left out return their input."""
 
     def hand_on(self, layer: int, incoming: mx.array) -> mx.array:
         """The layer's input."""
@@ -77,10 +77,10 @@ class _Passing(Stage):
 
 
 class _NoServer:
-    """In place of the server's socket."""
+    """Replaces the server's socket; discards events."""
 
     def send(self, message: FromEngine) -> None:
-        """Nothing is read."""
+        """Does nothing."""
 
 
 class Bench:
@@ -107,7 +107,7 @@ class Bench:
         self._number = 0
 
     def decode(self, rows: int, context: int) -> list[float]:
-        """Seconds of steps that decode so many rows, each behind a prompt of `context` tokens."""
+        """Seconds of steps that decode `rows` rows, each after a prompt of `context` tokens."""
         self._submit(rows, context, STEPS + SKIPPED + 1)
         while self._leader.scheduler.counters.generated_tokens < self._expected(rows):
             self._leader.step()
@@ -120,7 +120,7 @@ class Bench:
         return seconds[SKIPPED - 1 :]
 
     def prompt(self, tokens: int) -> list[Chunk]:
-        """The chunks of one prompt, but for the last one, which also draws."""
+        """The chunks of one prompt, except the last one, which also samples."""
         self._submit(1, tokens, 1)
         chunks: list[Chunk] = []
         done = 0
@@ -154,7 +154,7 @@ class Bench:
 
 
 def chosen_layers(n_layers: int, count: int) -> list[int]:
-    """The layers that are kept: the first two, which models look at to choose masks, and others spread evenly."""
+    """The layers to keep: the first two, which models use to choose masks, and others evenly spread."""
     count = min(count, n_layers)
     first = list(range(min(FEW, count)))
     rest = count - len(first)
@@ -163,7 +163,7 @@ def chosen_layers(n_layers: int, count: int) -> list[int]:
 
 
 def counts_of(layer_bytes: Sequence[int]) -> tuple[int, int]:
-    """Layers of the two measurements."""
+    """Numbers of layers of the two measurements."""
     n = len(layer_bytes)
     if sum(layer_bytes) <= 2 * MORE_BYTES:
         return max(1, n // 2), n
@@ -185,7 +185,7 @@ def _leader(loaded: load.Loaded, reducer: ShardReducer) -> Leader:
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
     config = SchedulerConfig(
         limits=limits,
-        prefill=prefill_bounds(on_gpu=on_gpu, stages=1, most=None if on_gpu else CHUNK, rows=max(ROWS))._replace(
+        prefill=prefill_bounds(on_gpu=on_gpu, stages=1, max_tokens=None if on_gpu else CHUNK, rows=max(ROWS))._replace(
             first=CHUNK
         ),
         target_step_s=0.25,
@@ -195,7 +195,7 @@ def _leader(loaded: load.Loaded, reducer: ShardReducer) -> Leader:
     )
     return Leader(
         Scheduler(config),
-        StagedRunner(runner, 0, Ends(None, ()), str(loaded.dtype)),
+        StagedRunner(runner, 0, StageConnections(None, ()), str(loaded.dtype)),
         cast(ServerSocket, _NoServer()),
         link=SingleRank(),
         deadline=StepDeadline(600.0),
@@ -214,7 +214,7 @@ class Calibration:
         self._benches = [Bench(request, count) for count in dict.fromkeys(counts)]
 
     def decode(self) -> Measured:
-        """Steps at some numbers of rows, and one row behind a long prompt. The benches take turns."""
+        """Steps with different numbers of rows, and one row with a long context. The benches take turns."""
         found: list[Decode] = []
         for rows, context in (*((rows, SHORT) for rows in ROWS), (1, LONG)):
             for bench in self._benches:

@@ -1,6 +1,6 @@
-"""A rank opens its part of the prefix cache on disk; all ranks keep the blocks that all of them have.
+"""Opens a rank's part of the prefix cache on disk; ranks keep only the blocks that all of them have.
 
-On the leader also what ranks report about them, which arrives on threads and is taken between two steps.
+On the leader also a queue of the ranks' reports: threads put them in, and the leader takes them between two steps.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from phalanx.sched.plan import DiskBlock, DiskOutcome
 
 log = logging.getLogger("phalanx.engine")
 
-INDEX_BYTES = 4096  # of a block, for its place in the index, twice: an index is rewritten beside the old one
-PENDING = 8  # part of the memory for prefixes that entries may take that wait to be written
+INDEX_BYTES = 4096  # per block in the index, counted twice: an index is rewritten beside the old one
+PENDING = 8  # the fraction 1/8 of the prefix memory may wait to be written
 
 
 class _Held(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank has on its disk, and how much that may be."""
+    """The blocks on a rank's disk, and their sizes."""
 
     names: bytes  # of 16 bytes each
     sizes: tuple[int, int]  # bytes of a block, and of the largest ending
@@ -39,7 +39,7 @@ class _Held(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenedStore(NamedTuple):
-    """A rank's store, with what all ranks have."""
+    """A rank's store, and the blocks that all ranks have."""
 
     store: PrefixStore
     blocks: list[DiskBlock]
@@ -50,11 +50,11 @@ class OpenedStore(NamedTuple):
 def open_store(
     config: EngineConfig, link: LeaderLink | WorkerLink | SingleRank, runner: Runner, identity: str
 ) -> OpenedStore | None:
-    """Open this rank's store and drop what other ranks do not have; None where no directory is configured. Every rank
-    of the group calls this.
+    """Open this rank's store and drop blocks that another rank lacks; None if no directory is configured. Collective:
+    every rank of the group calls it.
 
     Args:
-        identity: a hash of what decides the logits.
+        identity: hash of everything that determines the logits.
 
     Raises:
         ConfigError: the directory cannot be used, or is too small.
@@ -92,16 +92,16 @@ def open_store(
 def serve_blocks(
     opened: OpenedStore, runner: Runner, rank: int, prefix_budget: int, report: Callable[[DiskOutcome], None]
 ) -> None:
-    """Have a rank's runner execute what plans say about its store."""
+    """Let a rank's runner execute the disk operations of plans."""
     layout = BlockLayout(runner.facts.layouts)
     runner.disk = DiskBlocks(opened.store, layout, rank, prefix_budget // PENDING, report)
 
 
 class DiskOutcomes:
-    """What ranks report to the leader: put in by threads, taken between two steps.
+    """The leader's queue of disk reports: threads put, the leader takes between two steps.
 
     Args:
-        wake: ends the leader's wait for messages.
+        wake: interrupts the leader's wait for messages.
     """
 
     def __init__(self, prefixes: DiskPrefixes, wake: Callable[[], None]) -> None:
@@ -111,12 +111,12 @@ class DiskOutcomes:
         self._queue: queue.SimpleQueue[DiskOutcome] = queue.SimpleQueue()
 
     def put(self, outcome: DiskOutcome) -> None:
-        """A rank reports. Any thread may call this."""
+        """Queue a rank's report. Any thread may call this."""
         self._queue.put(outcome)
         self._wake()
 
     def take(self) -> None:
-        """Hand everything over; a disk's first error is logged."""
+        """Apply all queued reports; log the first error of a disk."""
         while not self._queue.empty():
             before = self._prefixes.error
             self._prefixes.take(self._queue.get())
@@ -128,7 +128,7 @@ class DiskOutcomes:
 
 
 def open_index(opened: OpenedStore, prefixes: DiskPrefixes, ranks: int, *, whole_only: bool, verify: bool) -> None:
-    """The leader's index of what all ranks have."""
+    """Give the leader its index of the blocks that all ranks have."""
     index = DiskIndex(opened.store.secret, opened.max_blocks, opened.max_endings, whole_only=whole_only)
     index.add(opened.blocks)
     prefixes.open(index, ranks, verify=verify and not whole_only)
@@ -137,7 +137,7 @@ def open_index(opened: OpenedStore, prefixes: DiskPrefixes, ranks: int, *, whole
 
 
 def _limits(disk_gb: float, everyone: Sequence[_Held]) -> tuple[int, int]:
-    """Blocks and endings that every disk has room for; there are endings with recurrent state only."""
+    """Blocks and endings that fit on every disk; endings exist only with recurrent state."""
     recurrent = any(held.recurrent for held in everyone)
     share = int(disk_gb * GIB) // (2 if recurrent else 1)
     blocks, endings = (max(held.sizes[i] for held in everyone) + INDEX_BYTES for i in range(2))

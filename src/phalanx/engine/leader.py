@@ -1,7 +1,7 @@
-"""The leader: takes messages, plans, executes, samples, commits, answers. One thread, one loop.
+"""The leader: receives messages, plans, executes, samples, commits and answers. One thread, one loop.
 
-The scheduler holds all policy, and `sched/commit.py` decides all tokens. This file connects them with the model, with
-the other ranks and with the server. A leader without workers is still the leader: it executes its own plan.
+The scheduler holds all policy, and `sched/commit.py` decides all tokens. This file connects them with the model, the
+other ranks and the server. A single rank is a leader too: it executes its own plans.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from phalanx.types import (
 
 log = logging.getLogger("phalanx.engine")
 
-IDLE_BEFORE_RELEASE_S = 2.0  # without work, after which the engine gives freed buffers back to the system
+IDLE_BEFORE_RELEASE_S = 2.0  # then the engine returns freed buffers to the system
 
 
 class Leader:
@@ -61,8 +61,8 @@ class Leader:
 
     Args:
         staged: the runner, with its connections to other stages.
-        plans_ahead: plans that may follow a plan of chunks alone before it is executed. As many as there are stages:
-            each computes a chunk, and the first one finds its next plan at once.
+        plans_ahead: most plans broadcast ahead of this rank, behind plans that only prefill. Equals the number of
+            stages, so that each stage computes a chunk and the first one never waits for its next plan.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Leader:
         self.runner = staged.runner
         self._staged = staged
         self._plans_ahead = plans_ahead
-        self._sent: deque[tuple[Step, float]] = deque()  # plans that this rank has to execute yet, with their limits
+        self._broadcast_plans: deque[tuple[Step, float]] = deque()  # not executed here yet; with time limits
         self.mirror = Mirror()
         self._server_socket = server_socket
         self._outbox = EventOutbox(server_socket)
@@ -100,22 +100,22 @@ class Leader:
         self._disk_outcomes = disk_outcomes
         self._prompt_scores = PromptScores()
         self._work = WorkLog(scheduler)
-        self._pings: list[int] = []  # nonces that the next report of all ranks answers
-        self._reported: list[int] = []  # those that the report on its way answers
-        self._release_at_once = False  # the prefix cache was dropped, and its memory should not wait
+        self._pings: list[int] = []  # nonces to answer with the next round of reports
+        self._reported: list[int] = []  # nonces to answer with the round that was requested
+        self._release_at_once = False  # after a reset of the prefix cache, which skips the idle time
         self._holds_memory = True  # buffers kept for reuse
         self._last_work = time.monotonic()
         self._stopping = False
 
     def run(self) -> None:
-        """Serve until the server says `Shutdown`."""
+        """Serve until the server sends `Shutdown`."""
         while not self._stopping:
             for message in self._server_socket.drain(block=self._is_idle):
                 self.handle(message)
             self.step()
             self._release_idle_memory()
             self.answer_pings()
-        while self._sent:
+        while self._broadcast_plans:
             self.step()
         self._outbox.flush()
         self._link.send(Order(Stop()))
@@ -138,18 +138,18 @@ class Leader:
     # -- the phases of a step ----------------------------------------------------------------------------------------
 
     def _next(self) -> tuple[Step | None, float]:
-        """The plan to be executed now, and its time limit.
+        """The plan to execute now, and its time limit.
 
-        Plans further ones behind chunks, which other stages begin with: what a chunk computes changes no plan. None
-        are planned during a shutdown.
+        While the newest plan only prefills, the leader plans and broadcasts further ones, so that the other stages can
+        begin: the outcome of a chunk is known in advance. During a shutdown it plans none ahead.
         """
-        if not self._sent and (planned := self._plan()) is not None:
-            self._sent.append(planned)
-        while 0 < len(self._sent) <= self._plans_ahead and not self._stopping:
-            if not self._sent[-1][0].is_chunk or (planned := self._plan()) is None:
+        if not self._broadcast_plans and (planned := self._plan()) is not None:
+            self._broadcast_plans.append(planned)
+        while 0 < len(self._broadcast_plans) <= self._plans_ahead and not self._stopping:
+            if not self._broadcast_plans[-1][0].is_chunk or (planned := self._plan()) is None:
                 break
-            self._sent.append(planned)
-        return self._sent.popleft() if self._sent else (None, 0.0)
+            self._broadcast_plans.append(planned)
+        return self._broadcast_plans.popleft() if self._broadcast_plans else (None, 0.0)
 
     def _plan(self) -> tuple[Step, float] | None:
         """Draft, schedule and broadcast. Returns the plan and its time limit; None if there is nothing to do."""
@@ -161,16 +161,16 @@ class Leader:
         if step is None:
             return None
         limit_s = self._broadcast(step)
-        self._work.note(step)  # while the ranks begin with it
+        self._work.note(step)  # after the broadcast: the other ranks compute meanwhile
         return step, limit_s
 
     def _take_grammars(self) -> None:
-        """Let sequences run whose grammars are compiled by now, and end those whose grammars cannot be."""
+        """Admit sequences whose grammars have been compiled; end those whose grammars failed to compile."""
         for number, reason in self._grammars.take_made().items():
             self.scheduler.give_up(number, "error", reason, time.monotonic())
 
     def _draft(self) -> dict[int, list[int]]:
-        """Drafts by sequence number; none while a forward is in flight, which feeds one token per row."""
+        """Drafts by sequence number; none while an early-dispatched forward runs, which feeds one token per row."""
         if self._speculator is None:
             return {}
         with self._timer.phase("draft"):
@@ -178,11 +178,11 @@ class Leader:
             return self._speculator.draft(self.scheduler.draftable(), overlapped=self.runner.has_in_flight)
 
     def _broadcast(self, step: Step) -> float:
-        """Send the plan to every rank, so that all begin at the same time. Returns its time limit."""
+        """Send the plan to every rank, and announce its inputs to this one. Returns its time limit."""
         if self._trace is not None:
             self._trace.plan(step)
         with self._timer.phase("control"):
-            limit_s = self._deadline.limit(step) * (1 + len(self._sent))  # it waits for those before
+            limit_s = self._deadline.limit(step) * (1 + len(self._broadcast_plans))  # earlier plans run first
             if self._injection is not None:
                 inject_fault(self._injection, step.id, self.mirror)
             self._link.send(Order(step, limit_s))
@@ -195,7 +195,7 @@ class Leader:
             return execute(step, self.mirror, self._staged)
 
     def _verify(self, step: Step, execution: Execution[mx.array]) -> Verified:
-        """Score prompts, draw a token after every token of the sampling forwards and verify drafts; one wait in all."""
+        """Score prompts, sample after every token of the sampling forwards, verify drafts; one wait in all."""
         with self._timer.phase("model"):
             self._outbox.while_computing()
             by_number = self.scheduler.by_number
@@ -209,13 +209,13 @@ class Leader:
             try:
                 verified = verify(sampling, by_number, self._metadata, caches, dispatch_next, masks)
             finally:
-                self.runner.check_sums()  # a wrong sum is also the cause of numbers that cannot be sampled
+                self.runner.check_sums()  # first: a wrong all-reduce can itself make sampling fail
             self.runner.start_in_flight()
         self._link.leave(step.id)
         return verified
 
     def _masks(self, sampling: list[tuple[Forward, mx.array]], caches: list[mx.array]) -> Masks:
-        """What grammars allow after every fed token. They are asked while the device computes the logits."""
+        """Allowed tokens after every fed token, for rows with a grammar; computed while the device computes logits."""
         drafts = {
             number: tokens[1:valid]
             for forward, _ in sampling
@@ -227,9 +227,9 @@ class Leader:
         return self._grammars.masks(drafts)
 
     def _rows_repeat(self, step: Step) -> bool:
-        """Whether the next step probably feeds the same rows, each with the one token that is being drawn for it.
+        """Whether the next step will probably feed the same rows, one newly sampled token each.
 
-        Not while a prompt is read: a chunk would drop the forward that was begun.
+        False while a prompt is prefilling: the next step contains a chunk, so an early forward would be discarded.
         """
         if self.scheduler.waiting or not self.runner.may_dispatch_next(step.forwards):
             return False
@@ -246,7 +246,7 @@ class Leader:
         return self._speculator is None or not any(map(useful_drafts, rows)) or self._speculator.can_overlap(numbers)
 
     def _commit(self, step: Step, verified: Mapping[int, list[int]]) -> list[Commit]:
-        """One commit per row that the step sampled for; the scheduler has committed the chunks of the others."""
+        """One commit per row that the step sampled; `schedule` has already committed prefill chunks."""
         by_number = self.scheduler.by_number
         return [
             commit_tokens(by_number[number], by_number[number].kv_len, valid, verified[number])
@@ -256,7 +256,7 @@ class Leader:
         ]
 
     def _advance_grammars(self, commits: list[Commit], verified: Verified) -> None:
-        """Tell grammars what was committed, and end rows that they leave no token."""
+        """Advance grammars by the committed tokens; end rows whose grammar allows no token."""
         for number in verified.nothing_left:
             self.scheduler.give_up(number, *self._grammars.ending(number), time.monotonic())
         for commit in commits:
@@ -269,7 +269,7 @@ class Leader:
         decode_s = self._timer.phases_s["model"] - execution.prefill_s
         self._deadline.observe(execution.prefill_tokens, execution.prefill_s, decode_s, step.width)
         delayed_s = decode_s if step.has_older_rows else 0.0
-        # Chunks that follow each other: while this stage waited, the one before computed the next chunk.
+        # In a run of chunks the wait overlaps: the previous stage was computing the next chunk.
         waited_s = self._staged.waited_s if step.is_chunk else 0.0
         self.scheduler.prefill_budget.observe(execution.prefill_tokens, execution.prefill_s - waited_s, delayed_s)
         if self._speculator is not None:
@@ -279,10 +279,10 @@ class Leader:
         self._last_work = time.monotonic()
 
     def _publish(self, step: Step | None) -> None:
-        """Put the step's events into the outbox, and forget finished sequences."""
-        events = [*self._prompt_scores.take_events(), *self.scheduler.take_events()]
-        told = [self._work.with_work(event) for event in events]
-        self._outbox.add(step.id if step is not None else self.scheduler.step_id, told)
+        """Put the step's events into the outbox and drop state of finished sequences."""
+        new = [*self._prompt_scores.take_events(), *self.scheduler.take_events()]
+        events = [self._work.with_work(event) for event in new]
+        self._outbox.add(step.id if step is not None else self.scheduler.step_id, events)
         alive = self.scheduler.by_number.keys()
         self._metadata.keep(alive)
         self._prompt_scores.keep(alive)
@@ -295,15 +295,15 @@ class Leader:
 
     @property
     def _is_idle(self) -> bool:
-        return self._rests and not (self._pings or self._reported or self._release_at_once)
+        return self._nothing_to_compute and not (self._pings or self._reported or self._release_at_once)
 
     @property
-    def _rests(self) -> bool:
-        """Whether there is nothing to compute, here or on another rank."""
-        return self.scheduler.rests(self._grammars.held) and not self._sent
+    def _nothing_to_compute(self) -> bool:
+        """Whether no rank has anything to compute."""
+        return self.scheduler.idle_except(self._grammars.held) and not self._broadcast_plans
 
     def handle(self, message: ToEngine) -> None:
-        """Take a message from the server. It takes effect in the next step."""
+        """Handle a message from the server. It takes effect in the next step."""
         if self._trace is not None and not isinstance(message, Ping):
             self._trace.message(message)
         now = time.monotonic()
@@ -328,26 +328,27 @@ class Leader:
                 self._stopping = True
 
     def answer_pings(self) -> None:
-        """Answer pings with figures of every rank, which prove that the engine loop of each runs.
+        """Answer pings with figures of every rank, which prove that each engine loop runs.
 
-        Each rank reports behind the plans in flight, and new plans follow meanwhile. The leader waits for the reports
-        only if there is nothing to compute: other ranks of its stage may be waiting for it. One round of reports is on
-        its way at a time; a ping that comes meanwhile has the next one, whose figures are not older than the ping.
+        Each rank reports after the plans in flight; new plans may follow meanwhile. The leader blocks for the reports
+        only when idle, because other ranks of its stage may wait for it. Only one round is requested at a time: a ping
+        that arrives during a round gets the next one, so its figures are never older than the ping.
         """
         if self._pings and not self._reported:
             self._reported, self._pings = self._pings, []
             self._link.request_reports()
-        if self._reported and (reports := self._link.take_reports(wait=self._rests)) is not None:
-            self._outbox.flush()  # the server takes an answer as the end of all earlier events
+        if self._reported and (reports := self._link.take_reports(wait=self._nothing_to_compute)) is not None:
+            self._outbox.flush()  # the server expects all earlier events before a pong
             stats = self.stats(reports)
             for nonce in self._reported:
                 self._server_socket.send(Pong(nonce, stats))
             self._reported = []
 
     def _release_idle_memory(self) -> None:
-        """Return the buffers that are kept for reuse to the system, once whenever the engine has become idle."""
+        """Return buffers kept for reuse to the system, once each time the engine becomes idle."""
         idle_s = time.monotonic() - self._last_work
-        if not self.scheduler.idle or self._sent or not (self._release_at_once or idle_s > IDLE_BEFORE_RELEASE_S):
+        is_due = self._release_at_once or idle_s > IDLE_BEFORE_RELEASE_S
+        if not self.scheduler.idle or self._broadcast_plans or not is_due:
             return
         self._release_at_once = False
         if self._holds_memory:
@@ -361,11 +362,7 @@ class Leader:
     # -- figures -----------------------------------------------------------------------------------------------------
 
     def stats(self, reports: Sequence[RankStats]) -> EngineStats:
-        """Current counters and gauges.
-
-        Args:
-            reports: of the other ranks, in rank order.
-        """
+        """Current counters and gauges. `reports`: of the other ranks, in rank order."""
         ranks = [rank_stats(self._link, self.mirror, self._staged), *reports]
         scheduler, counters = self.scheduler, self.scheduler.counters
         used, budget = scheduler.admission.used, scheduler.config.limits.kv_budget

@@ -15,7 +15,7 @@ from phalanx.dist.corrupt_buffer import CorruptBuffer
 from phalanx.dist.fault_injection import Injection
 from phalanx.dist.group import Communicator, join
 from phalanx.dist.reduce import Reducer
-from phalanx.dist.stage_link import Ends, connect_stages
+from phalanx.dist.stage_link import StageConnections, connect_stages
 from phalanx.dist.topology import Topology
 from phalanx.engine.link import LeaderLink, SingleRank, WorkerLink
 from phalanx.errors import ConfigError
@@ -44,7 +44,7 @@ class Membership:
     """The kernels in use, as one line for the log."""
     injection: Injection | None
     """The fault to inject on this rank."""
-    ends: Ends
+    ends: StageConnections
     """Its connections to the stages before and after its own."""
 
     @property
@@ -100,10 +100,10 @@ def _connect(
     link: LeaderLink | WorkerLink | SingleRank,
     hosts: list[str],
     injection: Injection | None,
-) -> Ends:
+) -> StageConnections:
     """The connections to other stages; none in a group of one stage."""
     if group is None or topology.n_stages == 1:
-        return Ends(None, ())
+        return StageConnections(None, ())
     names = [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
     fault = injection is not None and injection.kind in fault_injection.LINK_FAULTS
     tamper = partial(fault_injection.tampered, injection) if injection is not None and fault else None

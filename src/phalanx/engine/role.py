@@ -116,7 +116,7 @@ def _scheduler_config(config: EngineConfig, model: ServedModel, plan: MemoryPlan
         prefill=prefill_bounds(
             on_gpu=mx.default_device() != mx.Device(mx.cpu),
             stages=stages,
-            most=config.max_num_batched_tokens,
+            max_tokens=config.max_num_batched_tokens,
             rows=config.max_num_seqs,
         ),
         target_step_s=config.target_step_ms / 1000,

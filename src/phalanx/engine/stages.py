@@ -1,6 +1,6 @@
-"""A rank as a part of a pipeline: which layers it loads, and how activations reach its runner and leave it (P1-P4).
+"""A rank as part of a pipeline: the layers it loads, and the hidden states it receives and sends.
 
-Every rank of a stage gets the whole input of its stage and has its whole output. Does not know sockets
+Every rank of a stage receives the whole input of the stage and computes its whole output. Does not know sockets
 (`dist/stage_link.py`), how a model is cut (`model/loading/stage_cut.py`), or what a plan means.
 """
 
@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from phalanx.config import ActivationDtype, EngineConfig
 from phalanx.dist.stage_frames import Frame
-from phalanx.dist.stage_link import Ends
+from phalanx.dist.stage_link import StageConnections
 from phalanx.dist.topology import Room, Topology, split_layers
 from phalanx.engine.link import Link
 from phalanx.model.device_memory import read_memory
@@ -27,11 +27,11 @@ from phalanx.sched.plan import Forward, RowOp, Step
 
 log = logging.getLogger("phalanx.load")
 
-LATE = 1.1  # of a step's time limit: by then ranks that have not reached the step are known (`dist/stall.py`)
+LATE = 1.1  # times a step's limit: later than `dist/stall.py`, which names the rank that did not reach the step
 
 
-class _Spot(Struct, frozen=True, kw_only=True):
-    """Where a rank computes, and what memory it may use there, in bytes."""
+class _FreeMemory(Struct, frozen=True, kw_only=True):
+    """A rank's device, and the bytes of its memory that are free; ranks on one device report the same memory."""
 
     host: str
     device: str
@@ -41,7 +41,7 @@ class _Spot(Struct, frozen=True, kw_only=True):
 def layer_choice(
     config: EngineConfig, topology: Topology, link: Link, guard: int
 ) -> Callable[[LayerCosts], tuple[int, int]] | None:
-    """Chooses the layers of this rank's stage, the same on all ranks; None where there is one stage.
+    """A function that chooses this stage's layers, equally on all its ranks; None with one stage.
 
     Args:
         guard: bytes of this rank's memory that stay free.
@@ -51,7 +51,7 @@ def layer_choice(
 
     def choose(costs: LayerCosts) -> tuple[int, int]:
         machine = read_memory()
-        spots = link.share(_Spot(host=link.host, device=machine.device, free=machine.available - guard))
+        spots = link.share(_FreeMemory(host=link.host, device=machine.device, free=machine.available - guard))
         split = split_layers(topology, parts_of(costs), _rooms(spots), config.pp_split)
         stage = topology.place(link.rank).stage
         layers = split[stage]
@@ -63,8 +63,8 @@ def layer_choice(
     return choose
 
 
-def _rooms(spots: Sequence[_Spot]) -> list[Room]:
-    """What each rank has for weights: an equal share of its machine's memory."""
+def _rooms(spots: Sequence[_FreeMemory]) -> list[Room]:
+    """Memory for each rank's weights: an equal share of its device's."""
     rooms = []
     for rank, spot in enumerate(spots):
         beside = [other.free for other in spots if (other.host, other.device) == (spot.host, spot.device)]
@@ -73,30 +73,30 @@ def _rooms(spots: Sequence[_Spot]) -> list[Room]:
 
 
 class StagedRunner:
-    """A runner whose forwards take their input from the stage before, and hand their output to the next one.
+    """A runner that receives its input from the previous stage and sends its output to the next.
 
-    With one stage it is the runner alone.
+    With one stage it only forwards calls to the runner.
 
     Args:
         number: of the stage; 0 has the embedding.
-        activations: type of the numbers that are sent, the same in all stages (`wire_dtype`).
+        hidden_dtype: dtype of the hidden states sent between stages, equal in all of them (`wire_dtype`).
     """
 
-    def __init__(self, runner: Runner, number: int, ends: Ends, activations: str) -> None:
+    def __init__(self, runner: Runner, number: int, connections: StageConnections, hidden_dtype: str) -> None:
         self.runner = runner
         self.number = number
-        self._receiver = ends.receiver
-        self._senders = ends.senders
-        self._dtype = activations
-        if ends.senders:
+        self._receiver = connections.receiver
+        self._senders = connections.senders
+        self._dtype = hidden_dtype
+        if self._senders:
             runner.outgoing = self._outgoing
         self._step = 0
-        self._forwards = 0  # of this step, so far
+        self._forwards = 0  # executed in this step so far
         self.waited_s = 0.0
-        """Of this step, for its inputs: the stage before was computing them, or the link was carrying them."""
+        """Seconds that this step has waited for hidden states of the previous stage."""
 
     def expect(self, step: Step, limit_s: float) -> None:
-        """Receive this step's inputs from now on, as they come; one that is late is an error."""
+        """Announce this step's inputs to the receiver, which reads them in advance; a late one is an error."""
         self._announce(step.id, 0, step.forwards, limit_s)
 
     def begin(self, step: int) -> None:
@@ -112,19 +112,19 @@ class StagedRunner:
         """See `Runner.forward`: logits in the last stage, None in others.
 
         Raises:
-            StageLinkError: the input did not come, or is not this forward's.
+            StageLinkError: the input did not arrive, or belongs to another forward.
         """
         index, self._forwards = self._forwards, self._forwards + 1
-        output = self.runner.forward(forward, kv_len, self._take(forward))
+        output = self.runner.forward(forward, kv_len, self._receive(forward))
         stage = self.runner.stage
         if stage is None or not stage.has_hidden_output:
             return output
         assert output is not None
-        self._hand_on(self._frame(self._step, index, forward), output)
+        self._send(self._frame(self._step, index, forward), output)
         return None
 
     def forward_alone(self, forward: Forward, kv_len: Sequence[int], limit_s: float) -> mx.array | None:
-        """A forward that no plan announces, for the self-test."""
+        """A forward outside any plan, for the self-test: announces its own input."""
         self._announce(self._step, self._forwards, [forward], limit_s)
         return self.forward(forward, kv_len)
 
@@ -139,7 +139,7 @@ class StagedRunner:
         rows, tokens = (sum(forward.valid), 1) if forward.packed else (len(forward.seqs), len(forward.tokens[0]))
         return Frame(step, index, 0, self._dtype, (rows, tokens, stage.width))
 
-    def _take(self, forward: Forward) -> mx.array | None:
+    def _receive(self, forward: Forward) -> mx.array | None:
         if self._receiver is None:
             return None
         shape = self._frame(0, 0, forward).shape
@@ -149,28 +149,28 @@ class StagedRunner:
         return from_bytes(data, self._dtype, shape).astype(self.runner.dtype)
 
     def _outgoing(self, hidden: mx.array) -> mx.array:
-        """What is sent of a stage's output, as numbers that numpy knows; lazy."""
+        """A stage's output in the dtype of the link; as uint16 where numpy lacks the dtype. Lazy."""
         hidden = hidden.astype(getattr(mx, self._dtype))
         return mx.contiguous(hidden).view(mx.uint16) if hidden.dtype.size == 2 else hidden
 
-    def _hand_on(self, frame: Frame, output: mx.array) -> None:
+    def _send(self, frame: Frame, output: mx.array) -> None:
         data = to_bytes(output)
         for sender in self._senders:
             sender.send(frame, data)
 
 
 def wire_dtype(asked: ActivationDtype, runner: Runner, link: Link) -> str:
-    """The type of the numbers between stages: of a model with weights of several types, that of the last stage."""
+    """The dtype of hidden states between stages. `model`: that of the last stage (rank 0), as stages may differ."""
     return link.share(str(runner.dtype).removeprefix("mlx.core."))[0] if asked == "model" else asked
 
 
 def to_bytes(array: mx.array) -> bytes:
-    """The elements of an evaluated array, of a dtype that numpy knows, in C order."""
+    """The elements of an evaluated array in C order; numpy must have its dtype."""
     return np.array(array, copy=False).tobytes()
 
 
 def from_bytes(data: bytes | bytearray, dtype: str, shape: tuple[int, ...]) -> mx.array:
-    """Hidden states [*shape] of these bytes; evaluated, but for the view as bfloat16, which numpy does not know."""
+    """Hidden states [*shape] from bytes; evaluated, except for the view as bfloat16, which numpy lacks."""
     if dtype == "bfloat16":
         return mx.array(np.frombuffer(data, np.uint16).reshape(shape)).view(mx.bfloat16)
     return mx.array(np.frombuffer(data, dtype).reshape(shape))

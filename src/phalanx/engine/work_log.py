@@ -1,7 +1,4 @@
-"""What was done for each sequence: counted from the plans, for `GET /v1/requests/{id}` and the page.
-
-Reads plans and the scheduler's state; decides nothing.
-"""
+"""Counts the work for each sequence from the plans, for `GET /v1/requests/{id}` and the web page. Decides nothing."""
 
 from __future__ import annotations
 
@@ -18,10 +15,10 @@ class WorkLog:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._work: dict[str, SequenceWork] = {}
-        self._cached_at_all = scheduler.config.prefix_budget > 0
+        self._has_prefix_cache = scheduler.config.prefix_budget > 0
 
     def note(self, step: Step) -> None:
-        """A plan was made: its rows are those of the scheduler."""
+        """Count a plan's work. Call it while the scheduler's rows are still those of the plan."""
         for op, after in zip(step.ops, [*step.ops[1:], None], strict=False):
             if isinstance(op, Admit):
                 self._admitted(op, after)
@@ -29,13 +26,13 @@ class WorkLog:
             self._computed(forward)
 
     def with_work(self, event: Tokens | Finished | PromptScored) -> Tokens | Finished | PromptScored:
-        """The event; the last one of a sequence says what was done for it, which is then forgotten."""
+        """The event; a sequence's last one with its work, which is then dropped."""
         if isinstance(event, Finished) and (work := self._work.pop(event.id, None)) is not None:
             return replace(event, work=work)
         return event
 
     def progress(self) -> list[SequenceProgress]:
-        """Where each sequence with a row stands."""
+        """Progress of each sequence that has a row."""
         return [
             SequenceProgress(
                 id=row.id,
@@ -51,7 +48,7 @@ class WorkLog:
         ]
 
     def _admitted(self, op: Admit, after: RowOp | None) -> None:
-        """A sequence has a row. What it reuses is said by the operation behind it."""
+        """Count an admission. A prefix that it reuses is in the next operation, `after`."""
         if (seq := self._scheduler.by_number.get(op.seq)) is None:
             return
         if (known := self._work.get(seq.id)) is not None:
@@ -63,7 +60,7 @@ class WorkLog:
             nearest, common = max(after.length, self._scheduler.prefix.length(after.entry)), after.length
         elif reuses and isinstance(after, Share):
             nearest, common = after.length, after.length
-        elif self._cached_at_all:
+        elif self._has_prefix_cache:
             nearest, common = self._scheduler.prefix.nearest(seq.request.sharing, seq.request.prompt)
         self._work[seq.id] = SequenceWork(nearest_tokens=nearest, left_at=common)
 

@@ -1,4 +1,4 @@
-"""What pages and `phalanx top` watch: a snapshot of a process, then what changes of it, as server-sent events.
+"""A process's state for web pages and `phalanx top`, as server-sent events: a snapshot, then changes.
 
     event: snapshot
     data: {"server": {...}, "requests/chatcmpl-1": {...}}
@@ -6,7 +6,7 @@
     event: change
     data: {"set": {"requests/chatcmpl-1": {...}}, "drop": ["requests/chatcmpl-0"]}
 
-Nothing is done while nobody watches, and viewers with the same rights share the work. Does not know what is shown.
+Costs nothing without viewers; viewers with the same rights share the work. Does not know what the state contains.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from phalanx.errors import QueueFull
 from phalanx.http.http_exchange import EventStream
 
 TICK_S = 0.25  # between two changes
-QUIET_S = 10.0  # without a change, after which the viewer is told that the stream goes on
+QUIET_S = 10.0  # without a change, before a keep-alive comment
 MAX_VIEWERS = 64  # each costs as much as a slow stream
 EVENTS = "text/event-stream"
 
 Parts = Mapping[str, Any]
-"""Name of each part -> what is shown of it."""
+"""Name of each part -> its JSON value."""
 
 
 class OverviewStream:
     """See the module's docstring.
 
     Args:
-        parts: what a viewer sees now, by whose it may see; None: everyone's.
-        is_over: the process ends, and with it all streams.
+        parts: owner -> the parts that this owner may see now; None: all.
+        is_over: whether the process is ending, which ends all streams.
         clock: monotonic seconds.
     """
 
@@ -45,13 +45,13 @@ class OverviewStream:
         self._is_over = is_over
         self._clock = clock
         self._n_viewers = 0
-        self._last: dict[str | None, tuple[float, dict[str, bytes]]] = {}  # by rights: when it was made
+        self._last: dict[str | None, tuple[float, dict[str, bytes]]] = {}  # by owner: time and parts
 
     def open(self, owner: str | None) -> EventStream:
-        """The stream of one more viewer.
+        """A stream for a new viewer.
 
         Raises:
-            QueueFull: there are as many as there may be.
+            QueueFull: there are MAX_VIEWERS already.
         """
         if self._n_viewers >= MAX_VIEWERS:
             raise QueueFull(f"{MAX_VIEWERS} pages watch already.", retry_after=5.0)
@@ -80,7 +80,7 @@ class OverviewStream:
             seen = now
 
     def _encoded(self, owner: str | None) -> dict[str, bytes]:
-        """The parts as JSON, made at most once in a tick."""
+        """The parts as JSON, encoded once per tick and owner."""
         now = self._clock()
         made = self._last.get(owner)
         if made is None or now - made[0] >= TICK_S * 0.9:

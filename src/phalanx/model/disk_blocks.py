@@ -1,7 +1,7 @@
-"""Prefix entries of a rank and their blocks on its disk: what a plan says is written and loaded on two threads.
+"""Executes a plan's disk operations on one rank: one thread writes prefix entries to disk, another loads them.
 
-The threads copy bytes between files and the memory of snapshots, which is there before a load begins. They compute
-nothing with MLX. Does not know which prefixes are worth it (`sched/disk_prefixes.py`).
+The threads copy bytes between files and the memory of snapshots, which is allocated before a load begins; they never
+call MLX. Does not know which prefixes are worth it (`sched/disk_prefixes.py`).
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ Bytes = npt.NDArray[np.uint8]
 Shape = tuple[tuple[int, ...], mx.Dtype]
 
 
-CLOSE_S = 2.0  # that an ending rank writes on: its supervisor kills it a second later
+CLOSE_S = 2.0  # for pending writes of an ending rank: its supervisor kills it a second later
 
 
 TOLERANCE = {mx.float32: 1e-3, mx.float16: 0.05, mx.bfloat16: 0.05}
-"""Difference, relative to the largest number of a layer's block, that other chunks of a prompt may make."""
+"""Allowed difference, relative to the largest number of a layer's block: other chunk sizes round differently."""
 
 
 class BlockLayout:
-    """Where the numbers of a snapshot lie in blocks: per token those of attention, in an ending also the state."""
+    """The layout of a snapshot in blocks: keys and values per token; in an ending also the recurrent state."""
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
-        self._leaves: list[list[tuple[bool, Shape]]] = []  # by leaf and buffer: whether by token, and its shape
+        self._leaves: list[list[tuple[bool, Shape]]] = []  # by leaf and buffer: whether per token, and shape
         for leaf in leaves(layouts):
             if isinstance(leaf, KvLayout):
                 heads = [h for h in (leaf.keys, leaf.values) if h is not None and h.heads * h.dim]
@@ -54,7 +54,7 @@ class BlockLayout:
 
     @property
     def by_token(self) -> list[list[bool]]:
-        """By leaf and buffer, whether there are numbers by token."""
+        """By leaf and buffer: whether it has values per token."""
         return [[by_token for by_token, _ in leaf] for leaf in self._leaves]
 
     @property
@@ -68,7 +68,7 @@ class BlockLayout:
         return sum(math.prod(shape) * dtype.size for shape, dtype in shapes)
 
     def allocate(self, length: int) -> Snapshot:
-        """A snapshot of `length` tokens, to be filled."""
+        """A snapshot of `length` tokens for a load to fill."""
         parts = [
             [
                 install.buffer((1, shape[0], length, shape[1]) if by_token else (1, *shape), dtype)
@@ -79,7 +79,7 @@ class BlockLayout:
         return Snapshot(length, parts)
 
     def views(self, snapshot: Snapshot) -> list[tuple[bool, Bytes]]:
-        """The memory of a snapshot: [1, heads, tokens, bytes] where there are numbers by token, else flat."""
+        """The memory of a snapshot: [1, heads, tokens, bytes] per buffer with values per token, else flat."""
         arrays = [
             (
                 by_token,
@@ -93,10 +93,10 @@ class BlockLayout:
 
 
 class DiskBlocks:
-    """Executes the plan's operations on one rank's store. `apply` is for the engine's thread.
+    """Executes disk operations on one rank's store. Call `apply` from the engine's thread.
 
     Args:
-        max_pending: bytes of entries that may wait to be written; beyond, an entry is not written.
+        max_pending: bytes of entries waiting to be written; beyond it, an entry is not written.
         report: called by the threads.
     """
 
@@ -116,10 +116,10 @@ class DiskBlocks:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="prefix_writer")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="prefix_reader")
         self._close_at = math.inf
-        self._busy: list[tuple[Future[None], Snapshot]] = []  # memory that a thread may use
+        self._busy: list[tuple[Future[None], Snapshot]] = []  # snapshots that a thread may use
 
     def apply(self, op: DiskOp, entries: MutableMapping[int, Snapshot], arena: Callable[[int], ArenaBuffers]) -> None:
-        """Begin an operation; its outcome is reported."""
+        """Begin an operation. A thread reports its outcome."""
         self._busy = [(future, snapshot) for future, snapshot in self._busy if not future.done()]
         match op:
             case WriteBlocks():
@@ -146,7 +146,7 @@ class DiskBlocks:
         self._busy.append((future, snapshot))
 
     def _compare(self, op: CompareBlock, restored: Snapshot, computed: Snapshot) -> None:
-        """Report a block whose numbers are not those of the row that computed them again."""
+        """Report a restored block that differs from its recomputation by more than the tolerance."""
         worst = 0.0
         for leaf, part, other in zip(self._layout.by_token, restored.parts, computed.parts, strict=True):
             for by_token, a, b in zip(leaf, part, other, strict=True):
@@ -159,7 +159,7 @@ class DiskBlocks:
             self._report(DiskOutcome(self._rank, op.entry, False, 0.0, None, "", worst))
 
     def close(self) -> None:
-        """Write what waits to be written, as far as `CLOSE_S` goes, and end the threads; nothing is reported."""
+        """Finish pending writes within `CLOSE_S` and end the threads; reports nothing."""
         self._close_at = time.monotonic() + CLOSE_S
         for thread in (self._reader, self._writer):
             thread.shutdown()
@@ -181,13 +181,13 @@ class DiskBlocks:
             )
         except OSError as failure:
             bad, error = (), failure.strerror or str(failure)
-        self._say(DiskOutcome(self._rank, op.entry, False, time.perf_counter() - started, bad, error))
+        self._report_outcome(DiskOutcome(self._rank, op.entry, False, time.perf_counter() - started, bad, error))
 
     def _packed(self, views: list[tuple[bool, Bytes]], first: int, block: DiskBlock) -> Bytes:
-        """As `_packed` below, while there is time.
+        """As `_packed` below, until `close` runs out of time.
 
         Raises:
-            OSError: the rank ends.
+            OSError: no time is left.
         """
         if time.monotonic() > self._close_at:
             raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
@@ -208,7 +208,7 @@ class DiskBlocks:
             bad = (name,)
         except OSError as failure:
             bad, error = (), failure.strerror or str(failure)
-        self._say(DiskOutcome(self._rank, op.entry, True, time.perf_counter() - started, bad, error))
+        self._report_outcome(DiskOutcome(self._rank, op.entry, True, time.perf_counter() - started, bad, error))
         if bad is None:
             self._writer.submit(self._store.use, op.names)
 
@@ -216,9 +216,9 @@ class DiskBlocks:
         try:
             self._store.drop(op.names)
         except OSError as failure:
-            self._say(DiskOutcome(self._rank, -1, False, 0.0, (), failure.strerror or str(failure)))
+            self._report_outcome(DiskOutcome(self._rank, -1, False, 0.0, (), failure.strerror or str(failure)))
 
-    def _say(self, outcome: DiskOutcome) -> None:
+    def _report_outcome(self, outcome: DiskOutcome) -> None:
         if self._close_at == math.inf:
             self._report(outcome)
 
@@ -229,7 +229,7 @@ def _memory(array: mx.array) -> Bytes:
 
 
 def _packed(views: list[tuple[bool, Bytes]], first: int, block: DiskBlock) -> Bytes:
-    """The bytes of a block: its tokens of each buffer, and an ending's states."""
+    """The bytes of a block: its tokens' part of each buffer; for an ending also the states."""
     stop = first + len(block.tokens) // 4
     parts = [view[:, :, first:stop] if by_token else view for by_token, view in views if by_token or block.ending]
     out: Bytes = np.empty(sum(part.size for part in parts), np.uint8)
@@ -241,7 +241,7 @@ def _packed(views: list[tuple[bool, Bytes]], first: int, block: DiskBlock) -> By
 
 
 def _unpack(data: Bytes, views: list[tuple[bool, Bytes]], first: int, stop: int) -> None:
-    """The opposite; states are there where the data is longer than the tokens are."""
+    """The inverse of `_packed`. Data longer than its tokens' part also holds states."""
     parts = [view[:, :, first:stop] for by_token, view in views if by_token]
     ending = len(data) > sum(part.size for part in parts)
     place = 0

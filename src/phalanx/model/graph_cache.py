@@ -1,13 +1,13 @@
 """The graph cache builds a decode call twice, captures it, and replays it in later steps.
 
-Python builds a step's graph and MLX orders it. Both take up to half of the time of a small model's token, on the cores
-that compute. The native kernels can keep a call and run it again with other tokens at other positions
+Building and ordering a step's graph takes up to half of the time per token of a small model, on the cores that compute.
+The native kernels can keep a call and run it again with other tokens at other positions
 (`native/ext/replay.h`). A replay runs the same operations, so it gives the same bits.
 
 The cache does not assume that a call has the same graph at every position. It builds the call at the lowest and at the
-highest position, with placeholders for tokens and with a traced position, which records whether the model computes with
-it. If the graphs differ beyond what a replay can adjust (recurrent state, attention without the fused kernel), the
-cache refuses and the runner builds that call in every step. Rows of different lengths pass their lengths as arrays,
+highest position, with placeholders for tokens and a traced position, which records whether the model computes with it.
+If the graphs differ beyond what a replay can adjust (recurrent state, attention without the fused kernel), the cache
+refuses and the runner builds that call in every step. Rows of different lengths pass their lengths as arrays,
 which are inputs like tokens (`model/cache/row_view.py`, `kernels/ragged_mask.py`). Full and partial sliding windows are
 captured separately.
 """
@@ -34,15 +34,14 @@ from phalanx.model.stage import Stage, call_model
 log = logging.getLogger("phalanx.model")
 
 MAX_TOKENS = 32
-"""Largest captured call, in rows x tokens per row. For larger ones, building is a small part of the time."""
+"""Largest captured call, in rows x tokens per row. Building larger ones is a small part of their time."""
 MIN_LENGTH = 1
-"""Least tokens in a row's cache before a captured call: an empty row is at the start of its prompt."""
+"""Fewest tokens in a row's cache before a captured call: an empty row is at the start of its prompt."""
 CAPTURE_AFTER = 6
-"""The call with this number is captured, which takes as long as building two. Once the call with one token per row is
-captured, calls of the same rows with drafts are captured at once: the measured cost of drafts must not include building
-a graph."""
+"""Capture the sixth equal call, which takes as long as building two. Once the call with one token per row is captured,
+calls of the same rows with drafts are captured at once: the measured cost of drafts must not include building."""
 MAX_GRAPHS = 16
-"""Most captured graphs. Each holds the memory of its results, some hundred kilobytes per token."""
+"""Each captured graph holds the memory of its results, some hundred kilobytes per token."""
 
 
 class GraphKey(NamedTuple):
@@ -56,14 +55,14 @@ class GraphKey(NamedTuple):
     samples: bool  # whether logits are a result
     ragged: bool  # rows may have different lengths
     full_windows: int  # number of sliding windows that are shorter than the rows
-    hidden: mx.Dtype | None  # of the hidden states that a stage receives
+    hidden: mx.Dtype | None  # dtype of received hidden states
 
 
 class CapturedGraph(NamedTuple):
     """A call that can be replayed."""
 
     replay: Any
-    summed: list[Reduction]  # the sums over ranks within the call
+    summed: list[Reduction]  # the call's all-reduces
 
 
 class GraphCache(Graphs):
@@ -73,8 +72,8 @@ class GraphCache(Graphs):
         ops: the native operations.
         model: an mlx-lm model, its weights in memory.
         mask_dims: dimensions of attention masks, as in `RowView`.
-        reducer: sums the layers' results over ranks.
-        stage: the layers that the model consists of; None for all. Hidden states it receives are an input, like tokens.
+        reducer: all-reduces the layers' results.
+        stage: the layers of this pipeline stage; None for all. Received hidden states are an input, like tokens.
     """
 
     max_tokens = MAX_TOKENS
@@ -149,14 +148,14 @@ class GraphCache(Graphs):
         inputs = [tokens, *view.lengths, *self._reducer.tags()]
         if hidden is not None:
             inputs.append(hidden)
-            mx.eval(hidden)  # where it was cast; else it is evaluated, and this takes a quarter of a microsecond
+            mx.eval(hidden)  # needed only if it was cast; else this takes 0.25 us
         results = graph.replay.run(inputs, arena.arrays(), position)
         self._reducer.replayed(graph.summed)
         self.replayed += 1
         return Replayed(results.pop() if key.samples else None, results)
 
     def _one_token_is_captured(self, key: GraphKey) -> bool:
-        """Whether the call of these rows with one token each is captured, for equal or different lengths."""
+        """Whether the same rows' call with one token each is captured."""
         return any(graph and other.length == 1 and other[:4] == key[:4] for other, graph in self._captured.items())
 
     def _evict_when_full(self) -> None:
@@ -176,7 +175,7 @@ class GraphCache(Graphs):
             if lowest >= highest:
                 raise ValueError("there are no two positions to compare")
             if not self._reducer.repeats:
-                raise ValueError("its sums over ranks are not alike")
+                raise ValueError("its all-reduces are not repeatable")
             (low, summed), (high, _) = (self._build(arena, key, position) for position in (lowest, highest))
             return CapturedGraph(self._ops.Replay(low, high, arena.arrays()), summed)
         except TypeError:  # MLX raises this if the model passes it the traced position
@@ -192,7 +191,7 @@ class GraphCache(Graphs):
             log.debug("decoding %d x %d tokens is built anew in each step: %s", key.rows, key.length, why)
 
     def _build(self, arena: ArenaBuffers, key: GraphKey, position: int) -> tuple[Any, list[Reduction]]:
-        """Build the call at a position without computing it. Returns it and its sums over ranks; buffers stay."""
+        """Build the call at a position without computing it. Returns it and its all-reduces; buffers do not change."""
         view = RowView(key.start, [position] * key.rows, key.length, mask_dims=self._mask_dims, ragged=key.ragged)
         if key.ragged:
             view.give(*(self._ops.placeholder([key.rows], mx.int32) for _ in view.lengths))

@@ -1,7 +1,6 @@
 """The interface between the runner and captured graphs, and its base class, which captures none.
 
-With the native kernels a runner asks `graph_cache.py`; with MLX's own kernels it asks the base class below, so that
-nothing of the graph cache runs there.
+With the native kernels a runner uses `graph_cache.py`; with MLX's own kernels it uses this base class.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from phalanx.model.cache.row_view import RowView
 class Replayed(NamedTuple):
     """The result of a replayed model call, not evaluated."""
 
-    logits: mx.array | None  # [rows, L, V], or what a stage hands on, [rows, L, width]; None: not asked for
+    logits: mx.array | None  # [rows, L, V], or a stage's output [rows, L, width]; None: not requested
     sums: list[mx.array]  # as from `Reducer.finish`
 
 
 class Graphs:
-    """Captured graphs of one model. This base class keeps none: every model call is built anew."""
+    """Captured graphs of one model. This base class captures none: every model call is built again."""
 
     max_tokens = 0
     """Largest model call that is replayed, in rows x tokens per row."""
@@ -39,11 +38,11 @@ class Graphs:
         samples: bool = True,
         hidden: mx.array | None = None,
     ) -> Replayed | None:
-        """Replay the model call for an opened arena, its caches written; None where the runner has to call the model.
+        """Replay the model call for an opened arena, which writes its caches; None if the runner must call the model.
 
         Args:
             tokens: [rows, L].
-            samples: whether logits are asked for, or from a stage that has an output, what comes out.
+            samples: whether to return logits, or a stage's output.
             hidden: [rows, L, width] for a stage that receives hidden states.
         """
         return None
@@ -52,7 +51,7 @@ class Graphs:
         """Replay the model call for tokens [rows, L] that the device is still computing.
 
         Returns:
-            Logits [rows, L, V], not evaluated; None where no graph of this call is captured.
+            Logits [rows, L, V], not evaluated; None if no graph of this call is captured.
         """
         return None
 

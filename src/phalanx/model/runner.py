@@ -27,11 +27,11 @@ from phalanx.model.stage import Stage, call_model, check_hidden
 from phalanx.sched.plan import Admit, Evict, Forward, Free, Move, Resize, Restore, RowOp, Share, Step, Store, Swap
 
 MAX_ASYNC_ROWS = 4
-"""Rows of a forward that is dispatched before its plan exists. With more rows, one of them arrives or ends more often,
-so that the result is discarded; and the time saved is a smaller part of a step."""
+"""Most rows of a forward dispatched before its plan exists. With more rows the batch changes more often, which discards
+the result, and the time saved is a smaller part of a step."""
 
 GIVEN_BACK_PER_STEP = 64 << 20
-"""Bytes that go back to the system before a step, of rows that have ended: 4 ms."""
+"""Bytes of ended rows returned to the system per step: 4 ms."""
 
 
 class Runner:
@@ -40,10 +40,10 @@ class Runner:
     Args:
         model: an mlx-lm model, its weights in memory.
         facts: what `registry.inspect` found about it.
-        dtype: floating dtype of the activations.
-        reducer: sums the layers' results over ranks; None for a single rank.
-        overlap: what is done while the device computes; None for what suits this process's kernels and device.
-        stage: the layers that the model consists of; None for all.
+        dtype: floating dtype of the hidden states.
+        reducer: all-reduces the layers' results; None for a single rank.
+        overlap: None: chosen for this process's kernels and device.
+        stage: the layers of this pipeline stage; None for the whole model.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Runner:
         self.samples = True
         """Whether this rank needs logits; workers do not."""
         self.outgoing: Callable[[mx.array], mx.array] = lambda hidden: hidden
-        """What a stage makes of its output for the next one, in the same evaluation; lazy."""
+        """Converts a stage's output for the link, in the same evaluation; lazy."""
         ops = install.operations()
         on_gpu = mx.default_device() != mx.Device(mx.cpu)
         self._overlap = overlap or overlap_of(native=ops is not None, on_gpu=on_gpu)
@@ -76,18 +76,18 @@ class Runner:
         self.disk: DiskBlocks | None = None
         self._touched: ArenaBuffers | None = None
         self._logits: mx.array | None = None
-        self._last: tuple[Forward, list[int]] | None = None  # sampled one token per row; lengths before it
+        self._last: tuple[Forward, list[int]] | None = None  # if it sampled one token per row; lengths before it
         self._in_flight: InFlight | None = None
-        self._unjudged: list[mx.array] | None = None  # sums of a dispatched forward, from `Reducer.finish`
+        self._unchecked: list[mx.array] | None = None  # of a dispatched forward, from `Reducer.finish`
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of memory that rows have now."""
+        """Bytes of memory of rows."""
         return sum(arena.nbytes for arena in self._arenas.values())
 
     @property
     def uncounted_bytes(self) -> int:
-        """Bytes of memory that rows have and MLX does not count."""
+        """The part of `kv_bytes` that MLX does not count."""
         return self.kv_bytes if row_memory.in_pages() else 0
 
     @property
@@ -96,7 +96,7 @@ class Runner:
         return sum(entry.nbytes for entry in self._entries.values())
 
     def begin(self, step: int) -> None:
-        """A step begins: faults from now on are reported with its number."""
+        """Begin a step, whose number later faults are reported with."""
         self._step = step
         for arena in self._arenas.values():
             arena.give_back(GIVEN_BACK_PER_STEP)
@@ -119,19 +119,19 @@ class Runner:
         """Feed tokens; `kv_len[i]` is the valid length of row `start + i` before the forward.
 
         Args:
-            hidden: [rows, L, width] (packed: [tokens, 1, width]), what the stage before returned for this forward; None
-                for the first stage and for a whole model.
+            hidden: [rows, L, width] (packed: [tokens, 1, width]), the previous stage's output; None for the first stage
+                and for a whole model.
 
         Returns:
-            From a stage before the last one, what `outgoing` makes for the next one: evaluated, its sums judged. Else
-            logits `[rows, L, V]` (packed: `[tokens, 1, V]`), not evaluated, when the plan samples or scores and this
-            rank does too: evaluate them together with `written_caches()`. Otherwise None, with the caches evaluated.
+            Before the last stage: the result of `outgoing`, evaluated, all-reduces checked. In the last: logits
+            `[rows, L, V]` (packed: `[tokens, 1, V]`), not evaluated, if the forward samples or scores and this rank
+            samples; evaluate them together with `written_caches()`. Otherwise None, with the caches evaluated.
 
         Raises:
             EngineError: the buffers are too short, a recurrent row would be padded or rolled back, or `hidden` does not
                 belong to this forward.
-            CollectiveFault: a sum over ranks was wrong on some rank. If waits are joined (`overlap.py`), sums of a
-                forward whose logits are returned are judged by `check_sums`.
+            CollectiveFault: an all-reduce was wrong on some rank. With `_defers_checks`, `check_sums` raises it for a
+                forward whose logits are returned.
         """
         self._flush()
         check_hidden(self.stage, hidden, (sum(fwd.valid), 1) if fwd.packed else (len(kv_len), len(fwd.tokens[0])))
@@ -178,13 +178,13 @@ class Runner:
         return bool(step.ops) or not self._is_async(step.forwards)
 
     def _is_async(self, forwards: Sequence[Forward]) -> bool:
-        """Whether these forwards are dispatched without waiting: one sampling forward, no sums to be judged first."""
-        lazy = (self.reducer.size == 1 or self._joins_waits) and not self.facts.one_row
+        """Whether these forwards are dispatched without waiting: one sampling forward, no all-reduce to check first."""
+        lazy = (self.reducer.size == 1 or self._defers_checks) and not self.facts.one_row
         return lazy and len(forwards) == 1 and forwards[0].sample and not self._has_hidden_output
 
     @property
-    def _joins_waits(self) -> bool:
-        """Whether sums over ranks are judged after the wait for the tokens, instead of in a wait of their own."""
+    def _defers_checks(self) -> bool:
+        """Whether all-reduces are checked after the wait for the tokens, instead of in a separate wait."""
         return self._overlap is not Overlap.NONE and self.samples and not self._has_hidden_output
 
     # -- async scheduling ------------------------------------------------------------------------------------------
@@ -195,20 +195,16 @@ class Runner:
         return self._in_flight is not None
 
     def may_dispatch_next(self, forwards: Sequence[Forward]) -> bool:
-        """Whether `dispatch_next` may follow these forwards: alone, they do not wait, and their rows are few."""
+        """Whether `dispatch_next` may follow: a single rank, no wait in these forwards, few rows."""
         alone = self.reducer.size == 1 and self.stage is None
         return alone and self._is_async(forwards) and len(forwards[0].seqs) <= MAX_ASYNC_ROWS
 
     def dispatch_next(self, tokens: mx.array) -> None:
-        """Dispatch or build the forward that comes next if nothing changes: the rows of the last one, a token later.
+        """Dispatch or build the most likely next forward: the rows of the last one, each fed its new token.
 
-        After a token has been drawn the processor works on it for as long as a few layers take; the device computes
-        the next forward meanwhile. If the plan asks for another forward, the result is discarded: it lies behind all
-        rows' lengths. A forward that is not replayed is only built here: call `start_in_flight` when the tokens have
-        arrived.
-
-        Args:
-            tokens: uint32 [rows], drawn from the last forward's logits, still being computed.
+        It runs on the device while the processor handles the sampled tokens. If the plan contains another forward, the
+        result is discarded: its keys and values lie beyond all rows' lengths. A forward that is not replayed is only
+        built here: call `start_in_flight` when the tokens, uint32 [rows], have arrived.
         """
         if self._last is None or self.reducer.size > 1:
             return
@@ -227,7 +223,7 @@ class Runner:
 
     def _build_in_flight(self, arena: ArenaBuffers, view: RowView, tokens: mx.array) -> mx.array:
         """Build the model call for tokens [rows, 1] that the device is still computing."""
-        view.early = False  # it would write to buffers that are being read
+        view.early = False  # evaluating early would write to buffers that the device still reads
         arena.resume(view)
         logits: mx.array = self.model(tokens.astype(mx.int32), cache=list(arena.caches))
         arena.close()
@@ -236,20 +232,20 @@ class Runner:
     def start_in_flight(self) -> None:
         """Dispatch the forward that `dispatch_next` built. Its tokens must have arrived.
 
-        Not earlier: MLX writes into a cache in place only if no unfinished work reads it. Dispatched beside the forward
-        before, as mlx-lm does, it would copy the caches of all layers (measured: 79 MB for a buffer of 78).
+        Not earlier: MLX writes to a cache in place only if no unfinished work reads it. Dispatched during the previous
+        forward, as mlx-lm does, it would copy the caches of all layers (measured: 79 MB for a buffer of 78).
         """
         if self._in_flight is not None and self._in_flight.written:
             mx.async_eval(self._in_flight.logits, self._in_flight.written)  # type: ignore[no-untyped-call]
 
     def _discard_in_flight(self) -> None:
-        """Drop the forward in flight after it is computed: its buffers may be moved or freed next."""
+        """Wait for the forward in flight and drop it: its buffers may be moved or freed next."""
         if self._in_flight is not None:
             self._forget(self._in_flight)
         self._in_flight = self._last = None
 
     def _forget(self, in_flight: InFlight) -> None:
-        """Wait for a forward that no plan contains. Keys and values beyond the rows' lengths are as good as none."""
+        """Wait for a forward that no plan contains. What it wrote lies beyond the rows' lengths, so it is ignored."""
         mx.eval(in_flight.logits, in_flight.written)
         if in_flight.written:
             self._arena(in_flight.arena).forget()
@@ -263,14 +259,14 @@ class Runner:
     def reset(self) -> None:
         """Free unevaluated results, captured graphs and MLX's cached buffers."""
         self._discard_in_flight()
-        self._logits = self._touched = self._unjudged = None
+        self._logits = self._touched = self._unchecked = None
         self._graphs.reset()
         for arena in self._arenas.values():
             arena.give_back()
         mx.clear_cache()
 
     def _view(self, arena: ArenaBuffers, start: int, kv_len: Sequence[int], length: int, sample: bool) -> RowView:
-        # Drafts beyond a window are masked by arrays, which change with the position. Native attention takes lengths.
+        # Beyond a window, drafts need array masks, which change with the position; native attention takes lengths.
         beyond = sample and length > 1 and any(max(kv_len) + length > window for window in arena.windows)
         ragged = beyond and not self.facts.one_row and install.active()
         return RowView(start, kv_len, length, mask_dims=self.facts.mask_dims, prefill=not sample, ragged=ragged)
@@ -286,7 +282,7 @@ class Runner:
         *,
         join: bool = False,
     ) -> mx.array | None:
-        """One model call over rows of one arena; logits [rows, L, V] where they are asked for, or a stage's output.
+        """One model call over rows of one arena. Returns logits [rows, L, V] if this rank samples, or a stage's output.
 
         Args:
             join: the caller waits for the logits and then calls `check_sums`.
@@ -304,11 +300,11 @@ class Runner:
         if self._has_hidden_output and logits is not None:
             logits = self.outgoing(logits)
         if self.reducer.size > 1:
-            # All collectives of the call: the same arrays in the same order on every rank. The rank that samples
-            # evaluates the logits later, unless mlx-lm has collectives of its own in them.
+            # Evaluate all collectives of the call, in the same order on every rank. The rank that samples evaluates
+            # the logits later, unless they contain collectives of mlx-lm's own.
             arrays = [*sums, *arena.touched(), *([logits] if self.reducer.foreign or self._has_hidden_output else [])]
-            self._unjudged = sums
-            if join and self._joins_waits:
+            self._unchecked = sums
+            if join and self._defers_checks:
                 mx.async_eval(arrays)  # type: ignore[no-untyped-call]
             else:
                 mx.eval(arrays)
@@ -316,12 +312,8 @@ class Runner:
         return logits if wanted else None
 
     def check_sums(self) -> None:
-        """Wait for the sums of the last forward and judge them, if that has not been done.
-
-        Raises:
-            CollectiveFault: a sum over ranks was wrong on some rank.
-        """
-        sums, self._unjudged = self._unjudged, None
+        """Check the all-reduces of the last forward, once. Raises CollectiveFault if one was wrong on some rank."""
+        sums, self._unchecked = self._unchecked, None
         if sums is not None:
             mx.eval(sums)
             self.reducer.judge(self._step, sums)
@@ -329,10 +321,10 @@ class Runner:
     def _packed(
         self, arena: ArenaBuffers, fwd: Forward, kv_len: Sequence[int], hidden: mx.array | None
     ) -> mx.array | None:
-        """A call without padding: each token is a row of its own; logits [tokens, 1, V]."""
+        """A call without padding: each token is its own row; logits [tokens, 1, V]."""
         if not install.active():
             raise EngineError(
-                "Rows can be packed by the native kernels only, and this rank has none.",
+                "Only the native kernels can pack rows, and this rank has none.",
                 remedy="Install phalanx-cpu on every machine, or start all ranks with --no-cpu-kernels.",
             )
         view = RowView(fwd.start, kv_len, 1, mask_dims=self.facts.mask_dims, packed=fwd.valid)
@@ -342,7 +334,7 @@ class Runner:
     def _rows_in_turn(
         self, arena: ArenaBuffers, fwd: Forward, kv_len: Sequence[int], hidden: mx.array | None
     ) -> mx.array | None:
-        """For models that take one position for all rows: one call per row, without padding; logits padded with 0."""
+        """For models that take one position for all rows: one unpadded call per row; logits padded with 0."""
         width = len(fwd.tokens[0])
         parts = []
         for i, (row, n) in enumerate(zip(fwd.tokens, fwd.valid, strict=True)):

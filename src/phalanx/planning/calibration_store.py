@@ -1,6 +1,6 @@
-"""What this machine has measured of itself: kept in a file, each entry until the machine or a version changes.
+"""A file of this machine's measurements, each valid until the machine or a version changes.
 
-Does not know what is measured. A file that cannot be read counts as empty: it is measured again.
+A file that cannot be read counts as empty, so the measurements are repeated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Entry(Struct, frozen=True, kw_only=True):
     at: float
     """Seconds since 1970."""
     what: str
-    """In words, for people who look into the file."""
+    """Description for readers of the file."""
     value: msgspec.Raw
 
 
@@ -34,8 +34,8 @@ class CalibrationStore:
     """The file.
 
     Args:
-        folder: where it lies; made with the first entry.
-        machine: everything about this machine and its software that decides how long something takes.
+        folder: of the file; created with the first entry.
+        machine: everything about this machine and its software that affects timings.
     """
 
     def __init__(self, folder: Path, machine: tuple[str, ...]) -> None:
@@ -43,7 +43,7 @@ class CalibrationStore:
         self._machine = machine
 
     def get(self, what: tuple[str, ...], kind: type[T]) -> T | None:
-        """What was measured, unless machine or software have changed since."""
+        """A measurement; None if there is none, or machine or software have changed since."""
         entry = self._read().get(self._key(what))
         try:
             return None if entry is None else msgspec.json.decode(entry.value, type=kind)
@@ -51,7 +51,7 @@ class CalibrationStore:
             return None
 
     def put(self, what: tuple[str, ...], value: object) -> None:
-        """Keep a measurement. The oldest ones make room.
+        """Keep a measurement; drops the oldest beyond MAX_ENTRIES.
 
         Raises:
             OSError: the file cannot be written.

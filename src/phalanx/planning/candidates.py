@@ -1,6 +1,6 @@
-"""The plans worth a look for some hosts, and what memory each leaves: layers of each stage, context, rows.
+"""Candidate plans for some hosts, and the memory, context and rows of each.
 
-Pure. A plan fits exactly if the start would accept it: `memory.check_group` and `memory.serving_budget` decide both.
+Pure. A plan fits exactly if `serve` would start it: `memory.check_group` and `memory.serving_budget` decide both.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from phalanx.errors import ConfigError, MemoryShortage
 from phalanx.memory import MachineMemory, MemoryBudget, Prediction
 from phalanx.planning.model_shape import ModelShape, RankParts, total
 
-READ_AHEAD = 128 << 20  # bytes that a loading rank holds besides the tensor that it keeps
-DEFAULT_CONTEXT = 8192  # where the model names none
+READ_AHEAD = 128 << 20  # bytes that a loading rank holds besides its largest tensor
+DEFAULT_CONTEXT = 8192  # if the model names none
 GRANULE = 256  # tokens; the context is a multiple, and the start wants room for one row of so many
 PROCESS = 80 << 20  # bytes of a rank besides weights and caches: Python, MLX, kernels; 76 MB of Pss with the demo model
 SERVER = 110 << 20  # bytes of the server's processes, on rank 0's host; 105 MB of Pss with the demo model
-ROW = 4096  # tokens of the rows that are counted
+ROW = 4096  # tokens per counted row
 
 
 class PlanHost(Struct, frozen=True, kw_only=True):
@@ -34,13 +34,13 @@ class PlanHost(Struct, frozen=True, kw_only=True):
 
 
 class Candidate(Struct, frozen=True, kw_only=True):
-    """A way to use hosts: groups that are alike, each of stages that are equally wide."""
+    """A way to use hosts: equal groups, each of equally wide stages."""
 
     stages: int = 1
     width: int = 1
     replicas: int = 1
     hosts: tuple[str, ...]
-    """By rank, of each replica after the other."""
+    """By rank, replica after replica."""
 
     @property
     def size(self) -> int:
@@ -54,7 +54,7 @@ class Candidate(Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """In a few words."""
+        """A short name."""
         kinds = [f"tp {self.width}"] * (self.width > 1) + [f"pp {self.stages}"] * (self.stages > 1)
         group = " x ".join(kinds) or "one rank"
         return group if self.replicas == 1 else f"{self.replicas} replicas of {group}"
@@ -67,7 +67,7 @@ class Candidate(Struct, frozen=True, kw_only=True):
 
 
 class RankMemory(Struct, frozen=True, kw_only=True):
-    """What one rank needs, in bytes."""
+    """One rank's memory, in bytes."""
 
     host: str
     rank: int
@@ -76,7 +76,7 @@ class RankMemory(Struct, frozen=True, kw_only=True):
     """Of the process itself, and of the server beside rank 0."""
     weights: int
     loading: int
-    """Besides, while it loads."""
+    """In addition, while loading."""
     kv: int
     """For running rows."""
     prefixes: int
@@ -84,7 +84,7 @@ class RankMemory(Struct, frozen=True, kw_only=True):
 
 
 class Fit(Struct, frozen=True, kw_only=True):
-    """What memory makes of a candidate."""
+    """A candidate's memory, or why it does not fit."""
 
     candidate: Candidate
     ranks: tuple[RankMemory, ...] = ()
@@ -93,16 +93,16 @@ class Fit(Struct, frozen=True, kw_only=True):
     context: int = 0
     """Tokens of the longest row."""
     rows: int = 0
-    """Rows of 4,096 tokens, or of the context if that is shorter; of all replicas."""
+    """Rows of 4,096 tokens, or of the context if shorter, over all replicas."""
     problem: str = ""
     """Why it does not fit; "" if it does."""
 
 
 def candidates(shape: ModelShape, hosts: Sequence[str], *, ranks_here: int = 1) -> list[Candidate]:
-    """All plans for some hosts, in their order.
+    """All candidate plans that use hosts in the given order.
 
     Args:
-        ranks_here: ranks that may share a host, where there is only one.
+        ranks_here: ranks that may share a single host.
     """
     found = [Candidate(hosts=(host,)) for host in hosts]
     slots = list(hosts) * (ranks_here if len(hosts) == 1 else 1)
@@ -119,7 +119,7 @@ def candidates(shape: ModelShape, hosts: Sequence[str], *, ranks_here: int = 1) 
 
 
 def _grids(shape: ModelShape, size: int) -> Iterator[tuple[int, int]]:
-    """Stages and their width, for so many ranks."""
+    """Numbers of stages and their width, for `size` ranks."""
     for stages in range(1, size + 1):
         width, rest = divmod(size, stages)
         can_cut = stages == 1 or (not shape.uncut and stages <= shape.n_layers)
@@ -135,10 +135,10 @@ def fit_memory(
     max_len: int | None = None,
     kv_gb: float | None = None,
 ) -> Fit:
-    """What a candidate needs and leaves, or why it does not fit.
+    """A candidate's memory, or why it does not fit.
 
     Args:
-        max_len: the context that is asked for; None: what fits, up to the model's own.
+        max_len: the requested context; None: as much as fits, up to the model's own.
         kv_gb: --kv-cache-gb.
     """
     fits = []
@@ -217,7 +217,7 @@ def _ends(layers: range) -> tuple[int, int]:
 
 
 def _split(shape: ModelShape, topology: Topology, hosts: Sequence[PlanHost], group: Candidate) -> tuple[range, ...]:
-    """The layers of each stage, as the start shares them out."""
+    """The layers of each stage, split as `serve` splits them."""
     if topology.n_stages == 1:
         return (range(shape.n_layers),)
     assert shape.parts is not None, "a model without parts has no plan with stages"
@@ -253,7 +253,7 @@ def _budget(
     topology: Topology,
     kv_gb: float | None,
 ) -> MemoryBudget:
-    """What is left for rows once all ranks of the place have loaded; they share it equally."""
+    """Memory for rows after all ranks of a device have loaded; they share the rest equally."""
     beside = [other for other in every if other.place == one.place]
     free = one.machine.available - sum(other.weights for other in beside) - one.guard
     machine = replace(one.machine, available=one.guard + max(0, free) // len(beside))
@@ -262,7 +262,7 @@ def _budget(
 
 
 def _kv(parts: RankParts, layers: range) -> tuple[int, int]:
-    """Bytes of a token and of a row, in some layers."""
+    """KV bytes per token and per row, of some layers."""
     own = slice(layers.start, layers.stop)
     return sum(parts.kv_token_bytes[own]), sum(parts.kv_row_bytes[own])
 

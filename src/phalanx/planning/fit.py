@@ -1,6 +1,6 @@
-"""Turns measured steps and chunks into the times of layers and of everything else: slopes and intercepts.
+"""Fits times per layer (slopes) and of everything else (intercepts) to measured steps and chunks.
 
-Pure. Does not know what was measured where (`engine/calibration.py`).
+Pure. Does not know how they were measured (`engine/calibration.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from phalanx.planning.timings import DecodePoint, RankTimings
 
 
 class Decode(Struct, frozen=True, kw_only=True):
-    """A decode step of a model of so many layers."""
+    """The time of a decode step of a model cut to `layers` layers."""
 
     layers: int
     rows: int
@@ -24,7 +24,7 @@ class Decode(Struct, frozen=True, kw_only=True):
 
 
 class Chunk(Struct, frozen=True, kw_only=True):
-    """A prompt's chunk in a model of so many layers, behind `context` tokens."""
+    """The time of a prompt's chunk after `context` tokens, in a model cut to `layers` layers."""
 
     layers: int
     tokens: int
@@ -33,18 +33,17 @@ class Chunk(Struct, frozen=True, kw_only=True):
 
 
 class Measured(Struct, frozen=True, kw_only=True):
-    """What one process measured."""
+    """One process's measurements."""
 
     decode: list[Decode] = []
     chunks: list[Chunk] = []
 
 
 def fit(degree: int, decoding: Sequence[Measured], prompts: Sequence[Measured]) -> RankTimings:
-    """The times of a rank, of what several processes measured beside each other: the slowest counts, as they wait for
-    each other.
+    """A rank's times, from processes that measured at the same time. The slowest counts, as ranks wait for each other.
 
     Args:
-        decoding, prompts: of each process.
+        decoding, prompts: one measurement per process.
     """
     steps = [step for one in decoding for step in one.decode]
     rows = sorted({step.rows for step in steps})
@@ -68,7 +67,7 @@ def fit(degree: int, decoding: Sequence[Measured], prompts: Sequence[Measured]) 
 
 
 def _slowest(steps: Sequence[Decode]) -> dict[int, float]:
-    """By number of layers: the slowest process."""
+    """By number of layers, the slowest process's time."""
     found: dict[int, float] = {}
     for step in steps:
         found[step.layers] = max(found.get(step.layers, 0.0), step.seconds)
@@ -76,7 +75,7 @@ def _slowest(steps: Sequence[Decode]) -> dict[int, float]:
 
 
 def _line(by_layers: dict[int, float]) -> tuple[float, float]:
-    """Slope and intercept; of a single number of layers, all of it is slope."""
+    """Slope and intercept; with a single number of layers, only a slope."""
     few, more = min(by_layers), max(by_layers)
     if few == more:
         return by_layers[few] / few, 0.0
@@ -85,9 +84,9 @@ def _line(by_layers: dict[int, float]) -> tuple[float, float]:
 
 
 def _of_chunks(chunks: Sequence[Chunk]) -> tuple[float, float]:
-    """Seconds of a layer for a prompt token, and for a prompt token and a token before it: least squares over chunks.
+    """Seconds of a layer per prompt token, and per prompt token and token of context: least squares over chunks.
 
-    What surrounds the layers takes no time that could be told from noise: a chunk needs no head.
+    Everything outside the layers is below the noise: a chunk computes no head.
     """
     xs = [chunk.context + chunk.tokens / 2 for chunk in chunks]
     ys = [chunk.seconds / chunk.tokens / chunk.layers for chunk in chunks]

@@ -1,4 +1,4 @@
-"""What being a group adds to a step: from a small model's self-test on the same machines, or from the speed of links.
+"""The overhead of a group per step: from a small model's self-test on the same machines, or from link speeds.
 
 Pure.
 """
@@ -11,14 +11,14 @@ from phalanx.planning.model_shape import ModelShape
 from phalanx.planning.timings import AllReduce, GroupTimings, RankTimings
 from phalanx.types import SelfTest
 
-SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22)  # bytes of sums that are derived from links
+SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22)  # bytes of all-reduces derived from link speeds
 
 
 def overhead(widths: tuple[int, ...], test: SelfTest | None, timings: RankTimings, shape: ModelShape) -> GroupTimings:
-    """What the self-test's step took, less the computing of its ranks and its sums.
+    """The time of the self-test's step, minus the ranks' computation and the all-reduces.
 
     Args:
-        timings, shape: of the model that was tested.
+        timings, shape: of the tested model.
     """
     if test is None:
         return GroupTimings(widths=widths, step_s=0.0)
@@ -33,8 +33,8 @@ def overhead(widths: tuple[int, ...], test: SelfTest | None, timings: RankTiming
 
 
 def from_links(widths: tuple[int, ...], round_trips_s: Sequence[float], bytes_per_s: Sequence[float]) -> GroupTimings:
-    """What links alone say: a plan goes there and a report comes back once a step, each hop between stages takes half a
-    round trip, and a sum goes round a ring twice.
+    """Derived from links alone: one round trip per step (a plan out, a report back), half a round trip per hop between
+    stages, and all-reduces that go around a ring twice.
 
     Args:
         round_trips_s, bytes_per_s: of the links between the group's hosts; the slowest counts.

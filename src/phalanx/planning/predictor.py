@@ -1,7 +1,7 @@
-"""How fast a plan will be: time to the first token by prompt length, tokens per second by number of streams.
+"""Predicts a plan's speed: time to first token by prompt length, tokens per second by number of streams.
 
-Pure: sums of what machines and links measured of themselves. A step of several stages is as long as all of them, since
-a row's next token needs its last one; a prompt is as long as its slowest stage, as chunks follow each other.
+Pure: adds up measured times of machines and links. A decode step takes the sum over its stages, since a row's next
+token needs the last one; a prompt takes the time of its slowest stage, as chunks are pipelined.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from phalanx.sched.prefill_budget import MIN_CHUNK, PREFILL_ONLY, prefill_bounds
 
 PROMPTS = (512, 4000, 30000)
 STREAMS = (1, 4, 16)
-CONTEXT = 512  # tokens of a decoding row
+CONTEXT = 512  # of a decoding row
 TARGET_S = 0.25  # --target-step-ms
 METHOD = 0.1
-"""Relative error of adding up the parts of one machine's step."""
+"""Relative error of the method, on one machine."""
 GROUP = 0.1
-"""Further error of a group whose overhead was measured with another model."""
+"""Additional error if a group's overhead was measured with another model."""
 LINKS = 0.25
-"""Further error where that overhead is derived from the speed of links."""
+"""Additional error if that overhead is derived from link speeds."""
 
 Limit = Literal["memory reads", "arithmetic", "link latency", "link bandwidth", "Python"]
 
 
 class Speed(Struct, frozen=True, kw_only=True):
-    """What is predicted for a plan."""
+    """A plan's predicted speed."""
 
     ttft_s: dict[int, float]
-    """By tokens of the prompt; without those that exceed the context."""
+    """By prompt length, without prompts longer than the context."""
     tokens_per_s: dict[int, float]
-    """By number of streams, of all of them together."""
+    """Of all streams together, by their number."""
     error: float
-    """Relative: 0.2 for 20 % more or less."""
+    """Relative: 0.2 means 20 % more or less."""
     limit: Limit
-    """What takes the largest part of the time of one stream's token."""
+    """The largest part of one stream's time per token."""
     parts_s: dict[Limit, float]
-    """Seconds of one stream's token by what they go to."""
+    """The parts of one stream's seconds per token."""
 
 
 class _Part(Struct, frozen=True):
-    """A stage: its layers, in units of the mean layer, and how long its slowest rank takes for them."""
+    """A stage: its layers, in units of the mean layer, and its slowest rank's timings."""
 
     layers: float
     share: float
@@ -67,9 +67,9 @@ def predict(
     """The speed of a plan that fits.
 
     Args:
-        timings: by host, with the plan's width and number of ranks on one host.
+        timings: by host, measured with the plan's width and ranks per host.
         group: None for single ranks.
-        context: tokens of a row that decodes.
+        context: tokens of a decoding row.
     """
     candidate = fit.candidate
     parts = shape.share(candidate.width)
@@ -110,7 +110,7 @@ def _stages(parts: RankParts, fit: Fit, timings: Mapping[str, RankTimings]) -> l
 
 
 def decode_point(timings: RankTimings, rows: int) -> tuple[float, float]:
-    """Seconds of a layer and of the rest for so many rows: between measured points linear, beyond them proportional."""
+    """Seconds of a layer and of the rest for `rows` rows: linear between measured points, proportional beyond."""
     points = timings.decode
     if rows >= points[-1].rows:
         factor = rows / points[-1].rows
@@ -129,7 +129,7 @@ def _between(a: DecodePoint, b: DecodePoint, rows: int) -> tuple[float, float]:
 def _slices(
     shape: ModelShape, parts: RankParts, stages: Sequence[_Part], link: GroupTimings, rows: int, context: int
 ) -> dict[Limit, float]:
-    """Seconds of a step by what they go to."""
+    """The parts of a step's seconds."""
     reads = arithmetic = python = 0.0
     for stage in stages:
         layer_s, ends_s = decode_point(stage.timings, rows)
@@ -157,7 +157,7 @@ def _slices(
 
 
 def _read_s(timings: RankTimings, alone_s: float) -> float:
-    """What reading a layer's weights takes: what rows do not add to, as far as that can be seen from their numbers."""
+    """Seconds to read a layer's weights: the part of its time that does not grow with the number of rows."""
     few = timings.decode[0]
     many = timings.decode[min(1, len(timings.decode) - 1)]
     if many.rows == few.rows:
@@ -167,7 +167,7 @@ def _read_s(timings: RankTimings, alone_s: float) -> float:
 
 
 def _sums_s(parts: RankParts, link: GroupTimings, sent: int) -> tuple[float, float]:
-    """Seconds of a forward's sums over ranks, and how many of them go with their size."""
+    """Seconds of a forward's all-reduces: the latency part, and the part that grows with size."""
     if not link.all_reduce:
         return 0.0, 0.0
     least = link.all_reduce[0]
@@ -176,7 +176,7 @@ def _sums_s(parts: RankParts, link: GroupTimings, sent: int) -> tuple[float, flo
 
 
 def _all_reduce_s(link: GroupTimings, size: int) -> float:
-    """The time of a sum of `size` bytes: between measured sizes linear, beyond them proportional."""
+    """The time of an all-reduce of `size` bytes: linear between measured sizes, proportional beyond."""
     figures = link.all_reduce
     if size >= figures[-1].bytes:
         return figures[-1].seconds * size / figures[-1].bytes
@@ -188,10 +188,10 @@ def _all_reduce_s(link: GroupTimings, size: int) -> float:
 
 
 def _prompt_s(shape: ModelShape, parts: RankParts, stages: Sequence[_Part], link: GroupTimings, tokens: int) -> float:
-    """Seconds until all tokens of a prompt but the last are computed."""
+    """Seconds to compute all tokens of a prompt but the last."""
     token_s = stages[-1].layers * stages[-1].timings.token_s  # the leader's stage, by whose time it plans chunks
-    most = prefill_bounds(on_gpu=shape.on_gpu, stages=len(stages), most=None, rows=max(STREAMS)).most
-    chunk = max(MIN_CHUNK, min(most, int(PREFILL_ONLY * TARGET_S / token_s) if token_s else most))
+    max_chunk = prefill_bounds(on_gpu=shape.on_gpu, stages=len(stages), max_tokens=None, rows=max(STREAMS)).max_tokens
+    chunk = max(MIN_CHUNK, min(max_chunk, int(PREFILL_ONLY * TARGET_S / token_s) if token_s else max_chunk))
     total_s, done = 0.0, 0
     while done < tokens - 1:
         count = min(chunk, tokens - 1 - done)

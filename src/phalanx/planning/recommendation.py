@@ -1,4 +1,4 @@
-"""Which plan to take, and in a sentence why the others lose. Pure."""
+"""Recommends a plan and gives the reason in one sentence. Pure."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from phalanx.planning.predictor import STREAMS, Speed
 Wish = Literal["latency", "throughput", "context"]
 
 SAME = 0.05
-"""Plans that differ by less are equally fast: then the one with fewer ranks is better."""
+"""Plans within this relative difference count as equally fast; then fewer ranks win."""
 
 
 class GroupPlan(Struct, frozen=True, kw_only=True):
-    """A candidate, what it leaves, and how fast it is."""
+    """A candidate with its memory and its predicted speed."""
 
     fit: Fit
     speed: Speed | None = None
-    """None where it does not fit, or nothing was measured."""
+    """None if it does not fit, or nothing was measured."""
 
     @property
     def candidate(self) -> Candidate:
@@ -29,7 +29,7 @@ class GroupPlan(Struct, frozen=True, kw_only=True):
 
 
 class Recommendation(Struct, frozen=True, kw_only=True):
-    """The plan to take."""
+    """The recommended plan and the reason."""
 
     plan: GroupPlan
     why: str
@@ -38,7 +38,7 @@ class Recommendation(Struct, frozen=True, kw_only=True):
 def recommend(plans: Sequence[GroupPlan], wish: Wish) -> Recommendation | None:
     """The best plan that fits; None if none does.
 
-    Never more ranks where fewer are as fast: of those within 5 % of the best, the one with the fewest.
+    Among the plans within 5 % of the best, the one with the fewest ranks.
     """
     able = [plan for plan in plans if not plan.fit.problem and (wish == "context" or plan.speed is not None)]
     if not able:
@@ -61,7 +61,7 @@ def _score(plan: GroupPlan, wish: Wish) -> float:
 
 
 def _reason(chosen: GroupPlan, able: Sequence[GroupPlan], wish: Wish) -> str:
-    """Why the others lose: the closest of them, and what its time goes to."""
+    """Compares the chosen plan with the best other one, and names that one's link time."""
     if wish == "context":
         return f"Its rows may have {chosen.fit.context:,} tokens."
     others = [plan for plan in able if plan is not chosen]

@@ -1,6 +1,6 @@
-"""How long the parts of a step take: what a machine measured of itself for one model, and what a group adds.
+"""Times of the parts of a step: one machine's for one model, and a group's overhead.
 
-Plain data. Does not know how they are measured (`engine/calibration.py`), nor what follows (`predictor.py`).
+Plain data, measured by `engine/calibration.py` and used by `predictor.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Seconds = Annotated[float, Meta(ge=0.0)]
 
 
 class DecodePoint(Struct, frozen=True, kw_only=True):
-    """A decode step of so many rows, each with few tokens before."""
+    """A decode step of `rows` rows with short contexts."""
 
     rows: Annotated[int, Meta(ge=1)]
     layer_s: Seconds
@@ -23,37 +23,37 @@ class DecodePoint(Struct, frozen=True, kw_only=True):
 
 
 class RankTimings(Struct, frozen=True, kw_only=True):
-    """One rank's times on one machine. Slope and intercept of two measurements, of few and of more layers."""
+    """One rank's times on one machine: slope and intercept of measurements with few and with more layers."""
 
     degree: int
-    """Ranks that share each layer; this rank computed its part, and summed with none."""
+    """Ranks that share each layer; the measurement computed one rank's part, without all-reduces."""
     decode: Annotated[tuple[DecodePoint, ...], Meta(min_length=1)]
-    """By rising number of rows."""
+    """By ascending number of rows."""
     decode_context_s: Seconds
-    """Of one layer, for a row and a token of context."""
+    """Of one layer, per row and token of context."""
     token_s: Seconds
-    """Of one layer, for a prompt token in a chunk."""
+    """Of one layer, per prompt token."""
     token_context_s: Seconds
-    """Of one layer, for a prompt token and a token of context before it."""
+    """Of one layer, per prompt token and token of context."""
     spread: float
-    """Relative: half of the range that the middle half of the steps had."""
+    """Half the interquartile range of step times, relative to their median."""
 
 
 class AllReduce(Struct, frozen=True, kw_only=True):
-    """The time of one sum over ranks."""
+    """The time of one all-reduce."""
 
     bytes: int
     seconds: Seconds
 
 
 class GroupTimings(Struct, frozen=True, kw_only=True):
-    """What being a group adds to a step, measured with a small model on the same hosts."""
+    """A group's overhead per step, measured with a small model on the same hosts."""
 
     widths: tuple[int, ...]
     step_s: Seconds
-    """Of a step, besides computing and sums: the plan's way to the other ranks, hops between stages, waits."""
+    """Per step, besides computation and all-reduces: sending the plan, hops between stages, waits."""
     all_reduce: tuple[AllReduce, ...] = ()
-    """By rising size."""
+    """By ascending size."""
     bytes_per_s: float = 0.0
     """Of the slowest link between stages; 0: not measured, as on one machine."""
     measured: bool = True

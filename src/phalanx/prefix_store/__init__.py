@@ -1,1 +1,1 @@
-"""Prefixes on a disk: the files of one rank, and the threads that write and read them."""
+"""The prefix cache on disk: the files of one rank."""

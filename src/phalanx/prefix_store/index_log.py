@@ -1,7 +1,7 @@
-"""The index of a rank's blocks on disk, as a log: what was written, dropped and used, each as a frame with a checksum.
+"""The index of a rank's blocks on disk, as a log of writes, drops and uses, each a frame with a checksum.
 
-A log that is damaged or cut short ends before the first frame that is not whole; what follows is lost, and costs a
-prefill. Does not know files.
+Reading stops at the first damaged or truncated frame; the blocks named after it are lost, which costs a prefill. Does
+not know files.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from msgspec import Struct
 from phalanx.sched.plan import DiskBlock
 
 FORMAT = 1
-"""Of all files of a store. Another version starts empty."""
+"""Version of a store's files. A store of another version starts empty."""
 _HEADER = struct.Struct("<II")  # bytes of the payload, its CRC-32
 
 
 class StoreHeader(Struct, frozen=True, array_like=True, tag=0):
-    """First in a log: blocks of another format or identity are of no use."""
+    """The first record: blocks of another format or identity are unusable."""
 
     format: int
-    identity: str  # of all that decides the numbers in the blocks
-    secret: bytes  # of this installation, for names
+    identity: str  # hash of everything that determines the KV in the blocks
+    secret: bytes  # of this installation, for block names
 
 
 class Put(Struct, frozen=True, array_like=True, tag=1):
@@ -38,7 +38,7 @@ class Put(Struct, frozen=True, array_like=True, tag=1):
 
 
 class Drop(Struct, frozen=True, array_like=True, tag=2):
-    """These blocks are gone; their slots are free."""
+    """These blocks were dropped; their slots are free."""
 
     names: tuple[bytes, ...]
 
@@ -61,7 +61,7 @@ def encode(record: Record) -> bytes:
 
 
 def records(log: bytes) -> Iterator[tuple[Record, int]]:
-    """The records of a log up to the first that is damaged, each with the place where it ends."""
+    """The records of a log up to the first damaged one, each with its end offset."""
     place, view = 0, memoryview(log)
     while place + _HEADER.size <= len(log):
         size, crc = _HEADER.unpack_from(log, place)

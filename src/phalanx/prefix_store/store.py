@@ -1,9 +1,9 @@
-"""The folder in which one rank keeps blocks of prefixes: a log as index, and two files of slots of one size each.
+"""One rank's prefix blocks on disk: a log as index, and two files of fixed-size slots, for blocks and for endings.
 
-A slot of a dropped block is taken again, so a file never exceeds its number of slots, and nothing is ever copied to
-make room. Blocks are written and synced before the index names them, and the index forgets a block before its slot is
-taken again: a process that is killed at any byte leaves blocks that are whole or that nothing names. A checksum of each
-block finds the rest. One thread writes, and another may read meanwhile. Does not know what is in a block.
+Slots of dropped blocks are reused, so a file never exceeds its number of slots, and compaction is never needed. A block
+is written and synced before the index names it, and the index drops it before its slot is reused: a process killed at
+any byte leaves only whole or unnamed blocks. A checksum per block detects other damage. One thread writes; another may
+read meanwhile. Does not know the content of blocks.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from phalanx.prefix_store.index_log import FORMAT, Drop, Put, Record, StoreHeade
 from phalanx.private_files import why_not_private
 from phalanx.sched.plan import DiskBlock
 
-LOCK_PATIENCE_S = 5.0  # for a rank that has been killed and is not gone yet
-SLACK = 1 << 20  # bytes of a log that is not worth rewriting
+LOCK_PATIENCE_S = 5.0  # for the end of a killed rank
+SLACK = 1 << 20  # bytes: a smaller log is not worth rewriting
 Bytes = npt.NDArray[np.uint8]
 sync = os.fdatasync if sys.platform == "linux" else os.fsync
 
@@ -38,9 +38,9 @@ class PrefixStore:
     """The blocks of one rank, by name. Opening takes the folder's lock for the life of the process.
 
     Args:
-        folder: of this rank alone; made if it is not there.
-        identity: of all that decides the numbers in the blocks. What was written under another is deleted.
-        sizes: bytes of a slot of blocks, and of one of endings.
+        folder: of this rank alone; created if missing.
+        identity: hash of everything that determines the KV in the blocks. Blocks of another identity are deleted.
+        sizes: bytes per slot, of blocks and of endings.
 
     Raises:
         ConfigError: another process uses the folder, others may enter it, or it cannot be written.
@@ -49,9 +49,9 @@ class PrefixStore:
     def __init__(self, folder: Path, identity: str, sizes: tuple[int, int]) -> None:
         self._folder = folder
         self._sizes = sizes
-        self._puts: OrderedDict[bytes, Put] = OrderedDict()  # used last last
+        self._puts: OrderedDict[bytes, Put] = OrderedDict()  # least recently used first
         self._free: tuple[list[int], list[int]] = ([], [])
-        self._ends = [0, 0]  # number of slots that were taken so far
+        self._ends = [0, 0]  # slots ever used
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if why := why_not_private(folder):
@@ -68,17 +68,17 @@ class PrefixStore:
 
     @property
     def blocks(self) -> list[DiskBlock]:
-        """All blocks, used last last."""
+        """All blocks, least recently used first."""
         return [put.block for put in self._puts.values()]
 
     def write(self, blocks: Sequence[tuple[DiskBlock, Callable[[], Bytes]]]) -> int:
-        """Write blocks, sync them, then name them. Returns their bytes.
+        """Write blocks, sync them, then add them to the index. Returns their bytes.
 
         Args:
-            blocks: each with what gives its bytes.
+            blocks: each with a function that returns its bytes.
 
         Raises:
-            OSError: none of them is named.
+            OSError: none of them was added.
         """
         puts: list[Put] = []
         try:
@@ -103,10 +103,10 @@ class PrefixStore:
         return sum(put.size for put in puts)
 
     def read(self, name: bytes, into: Bytes) -> Bytes:
-        """Read a block. Returns the part of `into` that it takes.
+        """Read a block. Returns the part of `into` that it fills.
 
         Raises:
-            StoreError: it is not there, or damaged.
+            StoreError: it is missing or damaged.
             OSError: it cannot be read.
         """
         put = self._puts.get(name)
@@ -124,7 +124,7 @@ class PrefixStore:
         return data
 
     def use(self, names: Sequence[bytes]) -> None:
-        """Note that blocks were used, so that they stay longer. An error loses this note alone."""
+        """Record that blocks were used, so that they are kept longer. Ignores errors of the disk."""
         with contextlib.suppress(OSError):
             self._append(Use(tuple(names)))
         for name in names:
@@ -132,10 +132,10 @@ class PrefixStore:
                 self._puts.move_to_end(name)
 
     def drop(self, names: Sequence[bytes]) -> None:
-        """Forget blocks, for good before their slots are taken again.
+        """Drop blocks; the index is synced before their slots can be reused.
 
         Raises:
-            OSError: the index cannot be written; the slots stay taken.
+            OSError: the index cannot be written; the slots stay in use.
         """
         dropped = [put for name in names if (put := self._puts.pop(name, None)) is not None]
         if dropped:
@@ -145,7 +145,7 @@ class PrefixStore:
                 self._give_back(put)
 
     def close(self) -> None:
-        """Give the folder back."""
+        """Close the files and release the folder's lock."""
         for file in (*self._files, self._log, self._lock):
             os.close(file)
 
@@ -170,11 +170,11 @@ class PrefixStore:
         self._log_bytes += len(data)
 
     def _read_log(self, identity: str) -> int:
-        """Read the index, or begin a new one; returns its length."""
+        """Read the index, or begin a new one. Returns its length."""
         path = self._folder / "index"
         log = path.read_bytes() if path.exists() else b""
         header, whole, begun = None, 0, False
-        for record, whole in records(log):  # noqa: B007 (the place after the last record)
+        for record, whole in records(log):  # noqa: B007 (the end of the last record)
             match record:
                 case StoreHeader():
                     header = record
@@ -194,7 +194,7 @@ class PrefixStore:
                 os.ftruncate(file, 0)
             header, begun = StoreHeader(FORMAT, identity, secrets.token_bytes(32)), True
         self.secret = header.secret
-        """Of this installation: with it, names reveal neither tokens nor keys."""
+        """Of this installation: keyed with it, names reveal neither tokens nor keys."""
         self._header = header
         self._note_slots()
         live = self._live()
@@ -219,12 +219,12 @@ class PrefixStore:
             os.close(before)
 
     def _live(self) -> bytes:
-        """An index without anything that no longer counts."""
+        """An index of the live blocks only."""
         everything: list[Record] = [self._header, *self._puts.values()]
         return b"".join(map(encode, everything))
 
     def _rewrite(self, data: bytes) -> int:
-        """Replace the index; returns its length."""
+        """Replace the index. Returns its length."""
         new = self._folder / "index.new"
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
             out.write(data)
@@ -239,12 +239,12 @@ class PrefixStore:
 
 
 def _crc(name: bytes, data: memoryview) -> int:
-    """Of a block: one that lies under another's name is damaged as well. Computed without the interpreter's lock."""
+    """Covers the name too, so that a swapped block counts as damaged. Computed without the interpreter's lock."""
     return zlib.crc32(data, zlib.crc32(name))
 
 
 def _write_at(file: int, data: memoryview, place: int | None) -> None:
-    """Write all of it, at the end if there is no place."""
+    """Write all of `data`, at the end if `place` is None."""
     done = 0
     while done < len(data):
         rest = data[done:]
@@ -256,7 +256,7 @@ def _opened(path: Path) -> int:
 
 
 def _locked(path: Path) -> int:
-    """A descriptor that holds the lock of the folder.
+    """Lock the folder. Returns the descriptor that holds the lock.
 
     Raises:
         ConfigError: another process holds it.

@@ -1,6 +1,6 @@
-"""Whether a row may have this much KV memory, where rows live in arenas. The one place that spends the KV budget there.
+"""KV memory of rows that live in arenas: the only place that spends the KV budget for them.
 
-A buffer costs rows x capacity, so the budget counts what is really allocated, not the sum of row lengths (design:
+A buffer costs rows x capacity, so the budget counts allocated memory, not the sum of row lengths (design:
 Ragged rows). Short rows share arena 0, whose capacity never exceeds `long_threshold`; longer ones share arena 1. The
 threshold is chosen so that a full arena 0 takes at most half of the budget. With row groups, each has these two arenas.
 Does not know which row comes first (`scheduler.py`), nor rows that take memory by the page (`page_admission.py`).
@@ -26,7 +26,7 @@ class KvLimits(Struct, frozen=True, kw_only=True):
     bytes_per_token: int
     bytes_per_row: int = 0  # recurrent state
     page_tokens: int = 0  # tokens by which the memory of a row grows; 0: rows live in arenas, which grow as a whole
-    row_groups: int = 1  # sets of rows that decode in plans of their own: as many plans with them can be in flight
+    row_groups: int = 1  # sets of rows that decode in separate plans: most decoding plans in flight
 
     @property
     def long_threshold(self) -> int:
@@ -37,7 +37,7 @@ class KvLimits(Struct, frozen=True, kw_only=True):
 
     @property
     def n_arenas(self) -> int:
-        """Two for each row group where rows live in arenas and can be longer than the threshold, else one."""
+        """Per row group: two if rows live in arenas and can exceed the threshold, else one."""
         return self.row_groups * (2 if not self.page_tokens and self.max_model_len > self.long_threshold else 1)
 
 
@@ -82,7 +82,7 @@ class Admission:
         return True
 
     def make_room(self, seq: Sequence) -> bool:
-        """Give a row room for its known tokens, where need be in the arena of longer rows.
+        """Give a row room for its known tokens; moves it to the arena of long rows if necessary.
 
         Changes state. Returns False, and changes nothing, when memory is short.
         """
@@ -97,7 +97,7 @@ class Admission:
         return True
 
     def _arena_for(self, tokens: int, group: int) -> Arena:
-        """The arena a row of this many tokens belongs to, in a row group."""
+        """The row group's arena for rows of this length."""
         short, *long = self.layout.group(group)
         return long[0] if long and tokens > self.limits.long_threshold else short
 
@@ -121,18 +121,18 @@ class Admission:
         return self._shrink_others(arena) and self.reserve(arena, rows, tokens)
 
     def draft_room(self, arena: Arena, wanted: int) -> int:
-        """Tokens that every row of the arena can take beyond its known ones, `wanted` at most. Changes state: takes
-        memory for them where it is free."""
+        """Draft tokens that every row of the arena has room for, `wanted` at most. Changes state: takes free memory for
+        them."""
         longest = max(len(row.tokens) for row in arena.rows)
         self._widen(arena, longest + wanted)
         return max(0, min(wanted, arena.capacity - longest))
 
     def settle(self) -> None:
-        """Free what no row is left to use. Changes state."""
+        """Free buffers of arenas without rows. Changes state."""
         self.layout.free_empty()
 
     def _widen(self, arena: Arena, tokens: int) -> None:
-        """Give the arena's rows more room, as far as memory is free and rows may be so long. Changes state.
+        """Give the arena's rows more room, within free memory and the arena's ceiling. Changes state.
 
         Tries a generous size first, as `reserve` does.
         """
@@ -145,8 +145,7 @@ class Admission:
                 return
 
     def _shrink_others(self, arena: Arena) -> bool:
-        """Cut the other arenas to what their rows need, or have if they need more; False when they are as small as
-        possible already."""
+        """Shrink the other arenas to what their rows need, never above their capacity; False if none could shrink."""
         changed = False
         for other in self.layout.arenas:
             size = (len(other.rows), min(other.capacity, self._longest(other)))

@@ -1,9 +1,8 @@
-"""Where rows live: the leader's picture of the KV buffers, and the operations that change it.
+"""Where rows live: the leader's model of the KV buffers, and the operations that change them.
 
 An arena keeps its rows dense: slots `[0, D)` decode, `[D, len(rows))` prefill. Every change is recorded in `ops` as an
-operation of the plan, which all ranks execute. With pipeline stages, arenas are shared out among row groups, each of
-which decodes in plans of its own (design: Plans in flight). Does not know arrays, nor how much memory a row may have
-(`admission.py`).
+operation of the plan, which all ranks execute. With pipeline stages, each row group has its own arenas and decodes in
+its own plans (design: Plans in flight). Does not know arrays, nor how much memory a row may have (`admission.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Arena:
 class ArenaLayout:
     """All arenas of a group of ranks, with the operations of the step being planned in `ops`.
 
-    Arenas `[0, row_groups)` hold the short rows of each row group; where there are more, the others hold the long ones.
+    Arenas `[0, row_groups)` hold the short rows of each row group; further arenas, if any, hold the long ones.
     """
 
     def __init__(self, n_arenas: int, row_groups: int) -> None:
@@ -43,21 +42,21 @@ class ArenaLayout:
         return self.arenas[group :: self.row_groups]
 
     def decoding(self, group: int | None) -> list[Sequence]:
-        """The decoding rows of a row group, if any is meant."""
+        """The decoding rows of a row group; none for None."""
         if group is None:
             return []
         return [row for arena in self.group(group) for row in arena.rows[: arena.n_decoding]]
 
-    def next_group(self, last: int, short: Collection[int] = ()) -> int | None:
-        """The row group whose turn it is to decode; None if all that have decoding rows are in flight.
+    def next_group(self, last: int, short_groups: Collection[int] = ()) -> int | None:
+        """The next row group to decode, round robin; None if every group with decoding rows is in flight or short.
 
         Args:
             last: the row group that decoded last.
-            short: row groups that lack memory.
+            short_groups: row groups that lack memory.
         """
         for group in ((last + i) % self.row_groups for i in range(1, self.row_groups + 1)):
             rows = self.decoding(group)
-            if rows and group not in short and not any(row.in_flight for row in rows):
+            if rows and group not in short_groups and not any(row.in_flight for row in rows):
                 return group
         return None
 

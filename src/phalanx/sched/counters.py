@@ -1,4 +1,4 @@
-"""What the scheduler counts."""
+"""The scheduler's counters."""
 
 from __future__ import annotations
 

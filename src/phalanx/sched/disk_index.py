@@ -1,10 +1,10 @@
-"""Which prefixes are on the ranks' disks: the leader's index of them, and what is dropped to make room.
+"""The leader's index of prefixes on the ranks' disks, and their eviction.
 
-A prefix is a chain of blocks of 256 tokens. A block's name is a hash of its tokens and of its parent's name, and the
-first parent's name is a hash of who shares the prefix, keyed with a secret; the tokens are compared as well. With
-recurrent state, which serves only whole, the last block of a chain is an *ending* of any length. A block counts once
-every rank has written it. Blocks are dropped least recently used first, those that were used a second time after all
-others. Does not know files (`prefix_store/`), nor which entries are in memory (`prefix.py`).
+A prefix is a chain of blocks of 256 tokens. A block's name is a hash of its tokens and its parent's name; the root of a
+chain is a hash of the sharing salt, keyed with a secret. Lookups also compare the tokens. With recurrent state, usable
+only whole, the last block of a chain is an *ending* of any length. A block is in the index once every rank has written
+it. Eviction is least recently used first; blocks that were reused go after all others. Does not know files
+(`prefix_store/`), nor which entries are in memory (`prefix.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from phalanx.sched.plan import DiskBlock
 
 BLOCK_TOKENS = 256
 TOKEN_BYTES = 4
-BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES  # of a block's tokens
+BLOCK_BYTES = BLOCK_TOKENS * TOKEN_BYTES  # of a block's token ids
 NAME_BYTES = 16
 
 
@@ -31,22 +31,22 @@ class DiskHit(NamedTuple):
 
 
 class NewBlocks(NamedTuple):
-    """Blocks to be written, the first of which is the chain's block number `first`."""
+    """Blocks to write; `first` is the index in the chain of the first one."""
 
     first: int
     blocks: tuple[DiskBlock, ...]
     dropped: tuple[bytes, ...]
-    """Names of blocks that make room."""
+    """Names of blocks evicted to make room."""
 
 
 class DiskIndex:
     """Blocks by name.
 
     Args:
-        secret: of this installation; without it names say nothing about keys and tokens.
-        max_blocks: that a disk holds, endings not included.
-        max_endings: the same for endings, where `whole_only`.
-        whole_only: recurrent state exists only at the end of a prefix.
+        secret: of this installation; without it names reveal neither keys nor tokens.
+        max_blocks: per disk, without endings.
+        max_endings: per disk, with `whole_only`.
+        whole_only: prefixes hold recurrent state, which exists only at their end.
     """
 
     def __init__(self, secret: bytes, max_blocks: int, max_endings: int = 0, *, whole_only: bool = False) -> None:
@@ -55,18 +55,18 @@ class DiskIndex:
         self._blocks: dict[bytes, DiskBlock] = {}
         self._endings: dict[bytes, dict[bytes, None]] = {}  # parent -> names of endings
         self._uses = (_Uses(max_blocks), _Uses(max_endings))  # of blocks, of endings
-        self._pending: set[bytes] = set()  # names of blocks that are being written
+        self._pending: set[bytes] = set()  # names of blocks being written
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     @property
     def names(self) -> Collection[bytes]:
-        """Of all blocks that count."""
+        """Names of all blocks in the index."""
         return self._blocks.keys()
 
     def add(self, blocks: Iterable[DiskBlock]) -> None:
-        """All ranks have these blocks, those used longest ago first."""
+        """Add blocks that all ranks have, least recently used first. Changes state."""
         for block in blocks:
             self._blocks[block.name] = block
             self._uses[block.ending].add(block.name)
@@ -74,7 +74,7 @@ class DiskIndex:
                 self._endings.setdefault(block.parent, {})[block.name] = None
 
     def trim(self) -> tuple[bytes, ...]:
-        """Drop what the limits do not allow. Changes state. Returns the names."""
+        """Evict blocks beyond the limits. Changes state. Returns their names."""
         dropped = [name for uses in self._uses for name in uses.make_room(0)]
         self._remove(dropped)
         return tuple(dropped)
@@ -97,14 +97,14 @@ class DiskIndex:
         return None
 
     def use(self, names: Iterable[bytes]) -> None:
-        """These blocks of a chain, first to last, were of use. Changes state."""
-        for name in reversed([*names]):  # a block is never older than those that need it
+        """Mark the blocks of a chain, first to last, as reused. Changes state."""
+        for name in reversed([*names]):  # a parent is always more recent than its children
             if (block := self._blocks.get(name)) is not None:
                 self._uses[block.ending].use(name)
 
     def write(self, sharing: str, owner: str, tokens: list[int]) -> NewBlocks | None:
-        """Plan to write the blocks of a prefix that are not there yet; None if there are none, or no room. Changes
-        state: the new ones count when they are `add`ed, and `forget` gives their room back."""
+        """Plan to write the missing blocks of a prefix; None if there are none, or no room. Changes state: reserves
+        room for them until `settle`."""
         known = array("I", tokens).tobytes()
         chain = self._chain(sharing, known)
         self.use(chain)
@@ -122,7 +122,7 @@ class DiskIndex:
         return NewBlocks(first, tuple(new), tuple(dropped))
 
     def _new_blocks(self, sharing: str, owner: bytes, known: bytes, chain: list[bytes]) -> list[DiskBlock]:
-        """The blocks of a prefix that are neither there nor being written, all of them at its end."""
+        """The blocks of a prefix from the first one on that is neither on disk nor being written."""
         parent = chain[-1] if chain else self._root(sharing)
         new: list[DiskBlock] = []
         for start in range(len(chain) * BLOCK_BYTES, len(known) - BLOCK_BYTES + 1, BLOCK_BYTES):
@@ -139,7 +139,7 @@ class DiskIndex:
         return new
 
     def settle(self, blocks: Collection[DiskBlock], *, written: bool) -> tuple[bytes, ...]:
-        """The outcome of a write that was planned. Changes state. Returns names to be dropped on the ranks."""
+        """End a planned write. Changes state. Returns the names that ranks must drop."""
         for block in blocks:
             self._uses[block.ending].pending -= 1
             self._pending.discard(block.name)
@@ -149,7 +149,7 @@ class DiskIndex:
         return tuple(block.name for block in blocks)
 
     def forget(self, names: Iterable[bytes]) -> tuple[bytes, ...]:
-        """Drop blocks. Changes state. Returns those that were there."""
+        """Drop blocks. Changes state. Returns the names of those in the index."""
         there = tuple(name for name in names if name in self._blocks)
         for name in there:
             self._uses[self._blocks[name].ending].drop(name)
@@ -157,24 +157,23 @@ class DiskIndex:
         return there
 
     def forget_owners(self, kept: Collection[str]) -> tuple[bytes, ...]:
-        """Drop what belongs to other owners. Changes state. Returns the names."""
+        """Drop the blocks of all other owners. Changes state. Returns their names."""
         tags = {self.owner_tag(owner) for owner in kept}
         return self.forget([name for name, block in self._blocks.items() if block.owner not in tags])
 
     def clear(self) -> tuple[bytes, ...]:
-        """Drop everything. Changes state. Returns the names."""
+        """Drop all blocks. Changes state. Returns their names."""
         return self.forget(list(self._blocks))
 
     def owner_tag(self, owner: str) -> bytes:
-        """Stands for the API key of an owner: behind a gateway, whose clients' owners contain its own, for the
-        gateway's."""
+        """A keyed hash of the owner; behind a gateway, whose clients' owners begin with its own, of the gateway's."""
         return hashlib.blake2b(owner.partition(".")[0].encode(), key=self._secret, digest_size=8).digest()
 
     def _root(self, sharing: str) -> bytes:
         return hashlib.blake2b(sharing.encode(), key=self._secret, digest_size=NAME_BYTES).digest()
 
     def _chain(self, sharing: str, known: bytes) -> list[bytes]:
-        """Names of the whole blocks that are there, first to last."""
+        """Names of the whole blocks on disk, first to last."""
         parent, names = self._root(sharing), []
         for start in range(0, len(known) - BLOCK_BYTES + 1, BLOCK_BYTES):
             tokens = known[start : start + BLOCK_BYTES]
@@ -195,7 +194,7 @@ class DiskIndex:
 
 
 class _Uses:
-    """The order in which names are dropped, within a number of them."""
+    """Eviction order of at most `limit` names: those used once first, then those reused."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -216,11 +215,11 @@ class _Uses:
         self._again.pop(name, None)
 
     def has_room(self, n: int) -> bool:
-        """Whether `n` more fit, if others are dropped."""
+        """Whether `n` more fit after eviction."""
         return self.pending + n <= self._limit
 
     def make_room(self, n: int) -> list[bytes]:
-        """Drop as many as `n` more need. Changes state. Returns their names."""
+        """Evict until `n` more fit. Changes state. Returns the evicted names."""
         dropped = []
         while len(self._once) + len(self._again) + self.pending + n > self._limit:
             dropped.append((self._once or self._again).popitem(last=False)[0])

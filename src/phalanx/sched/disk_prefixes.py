@@ -1,8 +1,8 @@
-"""Which prefixes are loaded from the ranks' disks and written to them: the leader's decisions, and what came of them.
+"""The leader's decisions about loading prefixes from the ranks' disks and writing them, and their outcomes.
 
-A sequence whose longest prefix is on disk waits until every rank has loaded it, unless computing it takes less time;
-both speeds are measured. Its memory is that of an entry of the prefix cache, taken before the load begins. Does not
-know files, nor how ranks report (`engine/disk.py`).
+A sequence whose longest prefix is on disk waits until every rank has loaded it, unless computing it would be faster;
+both speeds are measured. A load reserves an entry of the prefix cache before it begins. Does not know files, nor how
+ranks report (`engine/disk.py`).
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from phalanx.sched.plan import CompareBlock, DiskBlock, DiskOutcome, DropBlocks,
 from phalanx.sched.prefix import PrefixIndex
 from phalanx.sched.sequence import Sequence
 
-PATIENCE_S = 10.0  # for a load while it is unknown how fast prompts are computed
+PATIENCE_S = 10.0  # for a load while the prefill speed is unknown
 MIN_PATIENCE_S = 0.5
-RETRY = 1.1  # factor by which a disk that was too slow is assumed to be faster at the next prefix
+RETRY = 1.1  # raises the assumed speed of a slow disk at each skipped load, so that it is tried again
 
 
 class _Load(Struct):
-    """A load that some ranks have not answered for."""
+    """A load in progress on some ranks."""
 
     names: tuple[bytes, ...]
     length: int
     began: float
     deadline: float
     waiting: set[int]  # numbers of sequences
-    missing: set[int]  # ranks
+    missing: set[int]  # ranks that have not finished
     seconds: float = 0.0
 
 
 class _Write(Struct):
-    """The same of a write."""
+    """A write in progress on some ranks."""
 
     blocks: tuple[DiskBlock, ...]
     missing: set[int]
@@ -44,7 +44,7 @@ class _Write(Struct):
 
 
 class _Check(NamedTuple):
-    """The last block of a restored entry, which its row computes again."""
+    """The last block of a restored entry, which its row recomputes for comparison."""
 
     entry: int
     names: tuple[bytes, ...]
@@ -63,10 +63,10 @@ class DiskPrefixes:
     def __init__(self, entries: PrefixIndex, ops: list[RowOp]) -> None:
         self.index = DiskIndex(b"", 0)
         self.error = ""
-        """Of a disk: since then nothing is written or loaded."""
-        self.queries = self.failures = 0  # tokens looked up, loads that came to nothing
+        """The first error of a disk; it turns the disk cache off."""
+        self.queries = self.failures = 0  # tokens looked up; loads that failed
         self.mismatches: list[str] = []
-        """Restored prefixes that were not what computing them gives; `engine/disk.py` logs them."""
+        """Messages on restored prefixes that differ from recomputed ones; `engine/disk.py` logs them."""
         self._on = self._verify = False
         self._names: dict[int, tuple[bytes, ...]] = {}  # by entry that was loaded
         self._checks: dict[int, _Check] = {}  # by number of a sequence
@@ -78,24 +78,24 @@ class DiskPrefixes:
         self._speed = math.inf  # tokens loaded per second
 
     def open(self, index: DiskIndex, ranks: int, *, verify: bool = False) -> None:
-        """Use the disks of so many ranks, which hold what the index says. Without this call, there is none.
+        """Turn the disk cache on, with the index of the blocks that all ranks hold.
 
         Args:
-            verify: restored prefixes are computed again, as far as their last block.
+            verify: recompute the last block of each restored prefix and compare.
         """
         self.index, self._ranks, self._verify, self._on = index, ranks, verify, True
 
     @property
     def held(self) -> Collection[int]:
-        """Numbers of the sequences that wait for a load."""
+        """Numbers of sequences that wait for a load."""
         return {number for load in self._loads.values() for number in load.waiting}
 
-    def looks_for(self, seq: Sequence) -> bool:
-        """Whether a sequence's prefix may be on disk and was not looked for."""
+    def may_look_up(self, seq: Sequence) -> bool:
+        """Whether to look up a sequence's prefix: the cache is on, and it was not looked up yet."""
         return self._on and not seq.looked_on_disk
 
     def waits(self, seq: Sequence, cached: int, prefill_speed: float, now: float) -> bool:
-        """Whether a sequence gets no row yet, because its prefix is being loaded. Begins the load. Changes state.
+        """Whether a sequence must wait because its prefix is being loaded. May begin the load. Changes state.
 
         Args:
             cached: tokens of its longest prefix in memory.
@@ -107,9 +107,9 @@ class DiskPrefixes:
                 return False
             if now < load.deadline and seq.load in self._entries:
                 return True
-            self._give_up(seq.load, load, now)
+            self._abandon(seq.load, load, now)
             return False
-        if not self.looks_for(seq):
+        if not self.may_look_up(seq):
             return False
         seq.looked_on_disk = True
         self.queries += seq.prompt_len
@@ -140,8 +140,7 @@ class DiskPrefixes:
         return True
 
     def restored(self, seq: Sequence, length: int) -> int:
-        """How much of the entry that was loaded for a sequence is restored: all, or all but a block that is computed
-        again. Changes state."""
+        """How many tokens of a loaded entry to restore: all, or with `verify` all but the last block. Changes state."""
         assert seq.load is not None
         if not self._verify or seq.load not in self._names:
             return length
@@ -150,7 +149,7 @@ class DiskPrefixes:
         return start
 
     def compare(self, seq: Sequence) -> None:
-        """Have a row compared with what was restored into it, once it has computed that block. Changes state."""
+        """Plan the comparison of a row with its restored entry, once it has recomputed the block. Changes state."""
         check = self._checks.get(seq.number)
         if check is not None and seq.slot >= 0 and seq.kv_len >= check.stop:
             del self._checks[seq.number]
@@ -158,12 +157,12 @@ class DiskPrefixes:
                 self._ops.append(CompareBlock(seq.arena, seq.slot, check.entry, check.start, check.stop))
 
     def leave(self, seq: Sequence) -> None:
-        """A sequence ends. Changes state."""
+        """Compare what an ending sequence has recomputed, and drop its check. Changes state."""
         self.compare(seq)
         self._checks.pop(seq.number, None)
 
     def write(self, seq: Sequence, entry: int, length: int) -> None:
-        """Have a new entry's blocks written, as far as they are not on disk. Changes state."""
+        """Plan to write those blocks of a new entry that are not on disk. Changes state."""
         if not self._on:
             return
         new = self.index.write(seq.request.sharing, seq.request.owner, seq.tokens[:length])
@@ -173,26 +172,26 @@ class DiskPrefixes:
             self._ops.append(WriteBlocks(entry, new.first, new.blocks))
 
     def keep_owners(self, owners: Collection[str]) -> None:
-        """Have ranks forget the blocks of all other owners. Changes state."""
+        """Drop the blocks of all other owners. Changes state."""
         self.drop(self.index.forget_owners(owners))
 
     def reset(self) -> None:
-        """Have ranks forget all blocks, also those that are being written. Changes state."""
+        """Drop all blocks, also those being written. Changes state."""
         for write in self._writes.values():
             write.failed = True
         self.drop(self.index.clear())
 
     def drop(self, names: tuple[bytes, ...]) -> None:
-        """Have ranks forget blocks that the index has forgotten."""
+        """Plan to drop blocks on the ranks that the index has dropped."""
         if names:
             self._ops.append(DropBlocks(names))
 
     def take(self, outcome: DiskOutcome) -> None:
-        """A rank reports. Changes state."""
+        """Apply a rank's report. Changes state."""
         if outcome.error:
             self._on, self.error = False, self.error or f"rank {outcome.rank}: {outcome.error}"
         if outcome.difference:
-            self._differs(outcome)
+            self._delete_mismatch(outcome)
         elif outcome.loads and (load := self._loads.get(outcome.entry)) is not None:
             self._loaded(outcome, load)
         elif not outcome.loads and (write := self._writes.get(outcome.entry)) is not None:
@@ -215,7 +214,7 @@ class DiskPrefixes:
             self._names[outcome.entry] = load.names
             self._end(outcome.entry, evict=False)
 
-    def _differs(self, outcome: DiskOutcome) -> None:
+    def _delete_mismatch(self, outcome: DiskOutcome) -> None:
         names = self._names.pop(outcome.entry, ())
         if names and outcome.entry in self._entries:
             self.mismatches.append(
@@ -226,8 +225,8 @@ class DiskPrefixes:
             self._entries.drop(outcome.entry)
             self._ops.append(Evict(outcome.entry))
 
-    def _give_up(self, entry: int, load: _Load, now: float) -> None:
-        """A load takes too long, or its entry had to make room."""
+    def _abandon(self, entry: int, load: _Load, now: float) -> None:
+        """End a load that takes too long or whose entry was evicted."""
         if now >= load.deadline:
             self._speed = min(self._speed, load.length / max(now - load.began, 1e-6))
         self._end(entry, evict=True)

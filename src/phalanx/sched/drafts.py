@@ -1,8 +1,8 @@
-"""How many drafts fit: memory, the step's budget and the end of the answer limit what a plan feeds beyond known tokens.
+"""How many drafts fit: memory, the step's token budget and the end of the answer limit them.
 
 A rectangle is as wide as its widest row, and the padding of the other rows is written into their buffers too, so every
-row of an arena needs room for the longest draft. Drafts never take memory from a row: where no memory is free, they are
-cut. Does not know drafters, nor how many drafts pay (`spec/`).
+row of an arena needs room for the longest draft. Drafts never take memory from a row: they are cut to free memory. Does
+not know drafters, nor how many drafts pay (`spec/`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ Drafts = Mapping[int, Seq[int]]
 
 
 def after_next(seq: Sequence) -> int:
-    """Output tokens that may follow the next output token."""
+    """Tokens that `max_tokens` still allows after the next one."""
     return max(0, seq.request.stop.max_tokens - seq.n_output - 1)
 
 
 def useful_drafts(seq: Sequence) -> int:
-    """Drafts that the request allows and that could all be committed; the token sampled after them is an output token
-    too."""
+    """Most drafts that the request allows and `max_tokens` leaves room for; the token sampled after them counts too."""
     most = seq.request.max_drafts
     return after_next(seq) if most is None else min(after_next(seq), most)
 
@@ -37,7 +36,7 @@ def fit_drafts(
     """The drafts of decoding rows, cut to what this step can feed; grows arenas where memory is free.
 
     Args:
-        max_tokens: of all rectangles together, padding included: every token has logits (a vocabulary wide).
+        max_tokens: of all rectangles together, padding included, since every token has logits over the vocabulary.
 
     Returns:
         Sequence number -> at least one token; rows without drafts are absent.

@@ -1,7 +1,7 @@
 """Groups rows into rectangles: the forwards of one step, once `scheduler.py` has decided what each row computes.
 
-A forward runs over neighbouring slots of one arena and feeds the same number of tokens to each. Knows slots and
-lengths; does not know which rows should run, nor why.
+A forward runs over neighbouring slots of one arena and feeds the same number of tokens to each. Does not know which
+rows should run.
 """
 
 from __future__ import annotations

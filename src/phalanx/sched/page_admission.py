@@ -1,8 +1,7 @@
-"""Whether a row may have this much KV memory, where rows take memory by the page (design: Ragged rows).
+"""KV memory of rows that take it by the page (design: Ragged rows). Spends the budget in place of `admission.py`.
 
-A row costs its own tokens, rounded up to whole pages; those that it will compute count before a page is touched. So
-growing is no operation of a plan, and one arena has room for all rows, each as long as the context. Spends the budget
-in place of `admission.py`.
+A row costs its own tokens, rounded up to whole pages, promised before a page is touched. So rows grow without an
+operation in the plan, and one arena has room for all rows, each as long as the context.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ class PageAdmission:
         return max(0, min([wanted, *(min(row.room, arena.capacity) - len(row.tokens) for row in rows)]))
 
     def settle(self) -> None:
-        """As `Admission.settle`: rows that end give their memory back themselves."""
+        """As `Admission.settle`: nothing to do, as ended rows free their own pages."""
 
     def _grant(self, seq: Sequence, tokens: int) -> bool:
-        """Promise memory for this many tokens; False, and nothing changes, if it is not free."""
+        """Promise a row memory for this many tokens. Returns False, and changes nothing, if it is not free."""
         if tokens <= seq.room:
             return True
         limits = self.limits
@@ -63,5 +62,5 @@ class PageAdmission:
 
 
 def admission_for(limits: KvLimits, layout: ArenaLayout) -> Admission | PageAdmission:
-    """What spends the budget: page by page where all ranks can."""
+    """By the page if all ranks can, else by arena."""
     return PageAdmission(limits, layout) if limits.page_tokens else Admission(limits, layout)

@@ -1,12 +1,12 @@
 """The plan: plain data, the only contract between the leader and the ranks that execute it.
 
-A `Step` says everything a rank does in one step: what has been committed since the last one, which rows move where in
-the KV buffers, and which rectangular forwards run. Ranks decide nothing (design: Lock step). Does not know models or
+A `Step` holds everything a rank does in one step: the commits since the last one, the operations on the KV buffers, and
+the rectangular forwards to run. Ranks decide nothing (design: Lock step). Does not know models or
 arrays.
 
 Rows live in *arenas*. An arena is one set of KV buffers `[rows, heads, capacity, head_dim]` per layer; all its rows
-share one capacity. Where rows take memory by the page there is one, as long as the context. Elsewhere arena 0 holds
-short rows, arena 1 long ones, so that one long prompt does not inflate every row.
+share one capacity. If rows take memory by the page, there is one arena, as long as the context. Otherwise arena 0 holds
+short rows and arena 1 long ones, so that one long prompt does not inflate every row.
 A *slot* is a row's index inside its arena; decoding rows are slots `[0, D)`, prefilling rows `[D, D + P)`.
 """
 
@@ -18,9 +18,9 @@ from phalanx.types import FinishReason
 
 
 class Commit(Struct, frozen=True, array_like=True):
-    """What one row gained in one step, decided once (`sched/commit.py`) and obeyed by every rank.
+    """The outcome of one step for one row, decided once (`sched/commit.py`) and applied by every rank.
 
-    Its forwards brought the row's KV region to `computed` positions; `kv_len` of them are valid, the rest were
+    The step's forwards extended the row's KV to `computed` positions; `kv_len` of them are valid, the rest were
     rejected drafts. A rank whose row is not at `computed` has skipped or repeated a forward.
     """
 
@@ -103,7 +103,7 @@ class Evict(Struct, frozen=True, tag="evict"):
 
 
 class Free(Struct, frozen=True, tag="free"):
-    """The sequence in this slot is gone."""
+    """The sequence in this slot has ended or was preempted."""
 
     arena: int
     slot: int
@@ -112,15 +112,15 @@ class Free(Struct, frozen=True, tag="free"):
 class DiskBlock(Struct, frozen=True, array_like=True):
     """Consecutive tokens of a prefix, whose KV is one record on every rank's disk (`sched/disk_index.py`)."""
 
-    name: bytes  # of the prefix that ends with it
+    name: bytes  # identifies the prefix that ends with this block
     parent: bytes  # name of the prefix before it
     tokens: bytes  # uint32
-    owner: bytes  # stands for the owner of the sequence
-    ending: bool = False  # the prefix ends here: it may be shorter than others, and holds recurrent state
+    owner: bytes  # tag of the sequence's owner (`DiskIndex.owner_tag`)
+    ending: bool = False  # the last block of a prefix: may be shorter, and holds recurrent state
 
 
 class WriteBlocks(Struct, frozen=True, tag="write_blocks"):
-    """Copy blocks of a prefix entry to disk, beside the steps; `first` is the index of the first of them."""
+    """Copy blocks of a prefix entry to disk, concurrently with steps; `first` is the index of the first block."""
 
     entry: int
     first: int
@@ -128,8 +128,8 @@ class WriteBlocks(Struct, frozen=True, tag="write_blocks"):
 
 
 class LoadBlocks(Struct, frozen=True, tag="load_blocks"):
-    """Make a prefix entry of `length` tokens of blocks on disk, beside the steps; it may be restored once all ranks
-    have it."""
+    """Load a prefix entry of `length` tokens from blocks on disk, concurrently with steps; usable once all ranks have
+    it."""
 
     entry: int
     length: int
@@ -153,15 +153,15 @@ class DropBlocks(Struct, frozen=True, tag="drop_blocks"):
 
 
 class DiskOutcome(Struct, frozen=True, array_like=True):
-    """How `WriteBlocks` or `LoadBlocks` of an entry ended on a rank, which says so between two plans."""
+    """The outcome of a disk operation for an entry on one rank, reported between two plans."""
 
     rank: int
     entry: int
     loads: bool
     seconds: float
-    bad: tuple[bytes, ...] | None = None  # None: it went well; else the blocks that are missing or damaged
-    error: str = ""  # of the disk, which is of no use any more
-    difference: float = 0.0  # that `CompareBlock` found, relative to the largest number, where it is beyond rounding
+    bad: tuple[bytes, ...] | None = None  # None: success; else blocks that are missing or damaged
+    error: str = ""  # of the disk, which is then used no more
+    difference: float = 0.0  # found by `CompareBlock`, as a multiple of its tolerance; 0: within it
 
 
 DiskOp = WriteBlocks | LoadBlocks | CompareBlock | DropBlocks
@@ -182,13 +182,13 @@ class Forward(Struct, frozen=True):
     tokens: tuple[tuple[int, ...], ...]  # [rows, L]
     valid: tuple[int, ...]  # [rows], 1 <= valid[i] <= L
     sample: bool
-    score: bool = False  # logits of all positions are wanted although nothing is sampled
+    score: bool = False  # returns logits of all positions although nothing is sampled
     packed: bool = False  # padding is not computed; logits are [sum of valid, 1, V]
 
 
 class Step(Struct, frozen=True, tag="step"):
-    """One step. `digest` is the leader's row state after `commits` and `ops`, before the forwards; positions count that
-    earlier steps compute whose outcomes are not known yet."""
+    """One step. `digest` is the leader's row state after `commits` and `ops`, before the forwards. It includes the
+    positions that steps in flight compute."""
 
     id: int
     commits: tuple[Commit, ...]
@@ -203,12 +203,12 @@ class Step(Struct, frozen=True, tag="step"):
 
     @property
     def is_chunk(self) -> bool:
-        """Whether it only computes chunks of prompts, so that its outcome is known when it is planned."""
+        """Whether the step only prefills, so that its outcome is known when it is planned."""
         return not any(forward.sample or forward.score for forward in self.forwards)
 
     @property
     def has_older_rows(self) -> bool:
-        """Whether rows decode that had finished their prompts before this step: its chunks delay their tokens."""
+        """Whether rows decode that finished their prompts before this step, so that its chunks delay their tokens."""
         sampled = {number for forward in self.forwards if forward.sample for number in forward.seqs}
         return not sampled <= {number for forward in self.forwards if not forward.sample for number in forward.seqs}
 
@@ -222,14 +222,14 @@ class Stop(Struct, frozen=True, tag="stop"):
 
 
 class RankReport(Struct, frozen=True, tag="report"):
-    """Every rank answers with its `RankStats` behind the plans before: its engine loop runs, and its rows agreed."""
+    """Every rank answers with its `RankStats` after the earlier plans: proof that its engine loop runs."""
 
 
 Plan = Step | Reset | RankReport | Stop
 
 
 class Order(Struct, frozen=True, array_like=True):
-    """What the leader sends: a plan, and the seconds after which the group counts as wedged."""
+    """The leader's message to a rank: a plan, and the seconds after which the group counts as stuck."""
 
     plan: Plan
     limit_s: float = 0.0

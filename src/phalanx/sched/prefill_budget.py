@@ -1,7 +1,7 @@
-"""The prefill budget (chunked prefill): how many prompt tokens a step computes, from how fast earlier steps were.
+"""The prefill budget (chunked prefill): prompt tokens per step, adapted to the measured speed of earlier steps.
 
-A chunk beside decoding rows owes them decoding time, which they get before the next chunk. Also the bounds on a CPU and
-on a GPU, and how rows share the budget. Times are arguments. Does not know which rows prefill (`scheduler.py`).
+After a chunk that delayed decoding rows, these first get decoding time in proportion. Also the bounds on a CPU and on a
+GPU, and how rows share the budget. Times are arguments. Does not know which rows prefill (`scheduler.py`).
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import NamedTuple
 from phalanx.sched.sequence import Sequence
 
 MIN_CHUNK = 16  # prompt tokens per step at least, however slow the machine
-PREFILL_ONLY = 4  # times its target that a step without decoding rows may take: wide products are faster per token
-BESIDE_S = 0.1  # of a chunk beside decoding rows on a CPU, unless a step of the rows alone takes longer
-RECENT = 8  # steps of the rows, of which the fastest counts: behind a chunk, or when memory was moved, they are slower
-BESIDE_STEPS = 2.0  # times the rows' own step: a longer chunk would be felt in their streams
+PREFILL_ONLY = 4  # times the target time, for a step without decoding rows: wide products are faster per token
+BESIDE_S = 0.1  # target of a chunk beside decoding rows on a CPU, unless their own step takes longer
+RECENT = 8  # decode steps; the fastest counts, because those after a chunk or a buffer move are slower
+BESIDE_STEPS = 2.0  # times the rows' own step: a longer chunk would show in their streams
 
 
 class PrefillBounds(NamedTuple):
-    """Within what the budget adapts."""
+    """Bounds of the budget."""
 
     first: int = MIN_CHUNK
     """Prompt tokens of the first step; the budget at most doubles from step to step."""
-    most: int = 512
-    """Tokens of a step, those of decoding rows included."""
+    max_tokens: int = 512
+    """Tokens per step, including those of decoding rows."""
     longest_s: float = math.inf
-    """No prefill part is planned to take longer, whatever the target."""
+    """Longest planned prefill part of a step, whatever the target."""
     follows_decoding: bool = False
-    """Beside decoding rows, a chunk's time follows from that of their own step, and not only from the target."""
+    """Whether a chunk beside decoding rows is also limited by the duration of their own step."""
 
 
 ON_CPU = PrefillBounds(follows_decoding=True)
@@ -38,21 +38,21 @@ ON_CPU = PrefillBounds(follows_decoding=True)
 STAGED_CHUNK = 128
 """Tokens of a step on CPUs with stages. Every stage but one is idle while a prompt's first and last chunks pass, so
 chunks are short; at 64 tokens the products themselves are slower."""
-ON_GPU = PrefillBounds(first=256, most=2048, longest_s=2.0)
-"""A GPU is idle for the most part with fewer tokens. macOS ends GPU work of about 5 s that waits for other ranks; 2 s
+ON_GPU = PrefillBounds(first=256, max_tokens=2048, longest_s=2.0)
+"""With fewer tokens a GPU is mostly idle. macOS ends GPU work of about 5 s that waits for other ranks; 2 s
 leaves room for prompts that become slower the longer they are."""
 
 
-def prefill_bounds(*, on_gpu: bool, stages: int, most: int | None, rows: int) -> PrefillBounds:
+def prefill_bounds(*, on_gpu: bool, stages: int, max_tokens: int | None, rows: int) -> PrefillBounds:
     """The bounds of a machine.
 
     Args:
         stages: of the pipeline.
-        most: tokens of a step, where they are configured.
-        rows: the largest number of decoding rows, for which a step must have room.
+        max_tokens: tokens per step, if configured.
+        rows: most decoding rows, for which a step must have room.
     """
-    bounds = ON_GPU if on_gpu else ON_CPU if stages == 1 else ON_CPU._replace(most=STAGED_CHUNK)
-    return bounds._replace(most=max(bounds.most, rows) if most is None else most)
+    bounds = ON_GPU if on_gpu else ON_CPU if stages == 1 else ON_CPU._replace(max_tokens=STAGED_CHUNK)
+    return bounds._replace(max_tokens=max(bounds.max_tokens, rows) if max_tokens is None else max_tokens)
 
 
 class PrefillBudget:
@@ -60,19 +60,19 @@ class PrefillBudget:
 
     Args:
         target_s: seconds that the prefill part of a step should take.
-        decode_share: part of the time that decoding rows keep beside prompts, below 1.
+        decode_share: share of time reserved for decoding rows during prefill, below 1.
     """
 
     def __init__(self, bounds: PrefillBounds, target_s: float, decode_share: float) -> None:
-        self._most = bounds.most
+        self._max_tokens = bounds.max_tokens
         self._longest_s = bounds.longest_s
         self._follows_decoding = bounds.follows_decoding
         self._target_s = target_s
-        self._owes = decode_share / (1 - decode_share)  # seconds of decoding for a second of prefill
-        self._owed_s = 0.0  # of decoding, before the next chunk
+        self._decode_per_prefill = decode_share / (1 - decode_share)  # seconds of decoding for a second of prefill
+        self._owed_s = 0.0  # seconds of decoding before the next chunk
         self._decode_s = deque([math.inf], maxlen=RECENT)  # of the last steps with decoding rows
         self._speed = math.inf  # prompt tokens per second
-        self._limit = min(bounds.first, bounds.most)  # beside decoding rows
+        self._limit = min(bounds.first, bounds.max_tokens)  # beside decoding rows
         self._limit_prefill_only = self._limit
 
     def observe(self, tokens: int, prefill_s: float, decode_s: float) -> None:
@@ -83,22 +83,22 @@ class PrefillBudget:
         delays no token, only new requests, and may take longer.
 
         Args:
-            prefill_s: seconds that the prefill part took; without the wait for the stage before, where chunks follow
-                each other and that stage computed the next one meanwhile.
-            decode_s: seconds that rows decoded which the prefill part delayed; 0 without such rows.
+            prefill_s: duration of the prefill part; in a run of chunks without the wait for the previous stage, which
+                computed the next chunk meanwhile.
+            decode_s: duration of the decoding part, if its rows were delayed by the prefill part; else 0.
         """
         planned = self._limit_prefill_only
         if decode_s > 0:
             planned = self._beside()
             self._decode_s.append(decode_s)
-            self._owed_s = max(0.0, self._owed_s + self._owes * prefill_s - min(self._decode_s))
+            self._owed_s = max(0.0, self._owed_s + self._decode_per_prefill * prefill_s - min(self._decode_s))
         else:
-            self._owed_s = 0.0  # the rows that were owed it have ended
+            self._owed_s = 0.0  # those rows have ended
         if prefill_s <= 0 or tokens < min(MIN_CHUNK, self._limit):
             return
         speed = tokens / prefill_s
         if 2 * tokens < planned and 2 * prefill_s < self._target_s and speed < self._speed < math.inf:
-            return  # a prompt's short end, whose time is mostly that of any step: the next prompt begins as before
+            return  # the short last chunk of a prompt, mostly fixed cost: it says little about speed
         self._speed = speed
         self._limit = self._towards(speed, max(self._target_s, decode_s), self._limit)
         self._limit_prefill_only = self._towards(
@@ -108,12 +108,12 @@ class PrefillBudget:
     def tokens(self, decoding: int) -> int:
         """Prompt tokens for the next step, which also feeds `decoding` tokens to decoding rows.
 
-        0 while these are owed time: steps that decode pay it, so that prompts wait for a bounded time.
+        0 while they are owed time: decode steps pay it off, so prompts wait for a bounded time.
         """
         if decoding and self._owed_s > 0:
             return 0
         limit = self._beside() if decoding else self._limit_prefill_only
-        return max(MIN_CHUNK, min(self._most - decoding, limit))
+        return max(MIN_CHUNK, min(self._max_tokens - decoding, limit))
 
     @property
     def speed(self) -> float:
@@ -121,7 +121,7 @@ class PrefillBudget:
         return self._speed
 
     def _beside(self) -> int:
-        """The limit beside decoding rows. A slow step of theirs allows no long chunk."""
+        """The limit beside decoding rows. One slow decode step does not allow a longer chunk."""
         step_s = min(self._decode_s)
         seconds = min(max(BESIDE_S, step_s), BESIDE_STEPS * step_s)
         if not self._follows_decoding or math.inf in (seconds, self._speed):
@@ -129,19 +129,19 @@ class PrefillBudget:
         return max(MIN_CHUNK, min(self._limit, int(self._speed * seconds)))
 
     def _towards(self, speed: float, seconds: float, before: int) -> int:
-        """What is computed in so many seconds at this speed, at most twice the limit before."""
-        wanted = int(min(speed * min(seconds, self._longest_s), self._most))
+        """Tokens computed in this time at this speed, at most twice the previous limit."""
+        wanted = int(min(speed * min(seconds, self._longest_s), self._max_tokens))
         return max(MIN_CHUNK, min(wanted, 2 * before))
 
 
 def share_out(budget: int, rows: Iterable[Sequence], *, max_scored: int) -> dict[int, int]:
-    """How many tokens each prefilling row computes in a step: sequence number -> tokens.
+    """Tokens that each prefilling row computes in a step: sequence number -> tokens.
 
-    The budget goes in equal shares to the rows, those with the least left first, so that a short prompt beside a long
-    one is answered soon and the long one still advances.
+    Rows get equal shares, and those with the least left come first: a short prompt beside a long one is answered soon,
+    and the long one still advances.
 
     Args:
-        max_scored: most tokens of a row whose prompt's log-probabilities are wanted.
+        max_scored: most tokens of a row that asks for prompt log-probabilities.
     """
     chunks: dict[int, int] = {}
     ordered = sorted(rows, key=lambda row: (row.to_prefill, row.number))

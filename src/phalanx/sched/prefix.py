@@ -1,10 +1,10 @@
 """Which prefixes are kept, found and evicted: the leader's index of the prefix cache.
 
-Every rank keeps the arrays under an entry number (`model/runner.py`); this index decides, and the plan tells the ranks.
-An entry is the token list whose KV is kept. Entries are found by chained hashes of 16-token blocks, compared token
-by token before use, and evicted least recently used first within a byte budget. Keys include a salt, so only requests
-of one API key share entries; model, dtype and precision need no key because an index never outlives the engine process.
-Also finds prefixes of rows that are being computed (`live_prefix`). Does not know where rows live.
+Every rank keeps the arrays under an entry number (`model/runner.py`); this index decides, and plans carry its
+decisions. An entry is the token list whose KV is kept. Entries are found by chained hashes of 16-token blocks, compared
+token by token before use, and evicted least recently used first within a byte budget. Keys include a salt, so only
+requests of one API key share entries; model, dtype and precision need no key, as an index never outlives the engine
+process. Also finds prefixes of rows that are being computed (`live_prefix`). Does not know where rows live.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def live_prefix(
 
     Args:
         limit: longest prefix of use.
-        whole_only: only a row whose whole state is that of the prefix, as recurrent state cannot be cut.
+        whole_only: only rows whose whole computed part is a prefix of `seq`: recurrent state cannot be cut.
     """
     best, best_length = None, BLOCK - 1
     for row in rows:
@@ -84,7 +84,7 @@ class PrefixIndex:
 
     Args:
         budget: bytes all entries may take together; 0 turns the cache off.
-        bytes_per_token, bytes_per_row: what an entry of n tokens costs: `n * bytes_per_token + bytes_per_row`.
+        bytes_per_token, bytes_per_row: an entry of n tokens costs `n * bytes_per_token + bytes_per_row`.
         whole_only: recurrent state exists only at its exact length, so an entry is usable only whole.
     """
 
@@ -93,7 +93,7 @@ class PrefixIndex:
         self.used = 0
         self._bytes_per_token = bytes_per_token
         self._bytes_per_row = bytes_per_row
-        self._exact_only = whole_only
+        self._whole_only = whole_only
         self._entries: OrderedDict[int, _PrefixEntry] = OrderedDict()
         self._by_block: dict[int, dict[int, None]] = {}  # block hash -> entries that contain it, oldest first
         self._next = 0
@@ -140,21 +140,20 @@ class PrefixIndex:
             entry = self._entries[number]
             if number in self._hidden:
                 continue
-            if entry.salt == salt and entry.tokens[: len(kept)] == kept and not self._exact_only:
+            if entry.salt == salt and entry.tokens[: len(kept)] == kept and not self._whole_only:
                 self._entries.move_to_end(number)
                 return None, []
             if entry.salt == salt and entry.tokens == kept:
                 self._entries.move_to_end(number)
                 return None, []
-        if not self._exact_only:  # shorter entries that this one contains are superseded
+        if not self._whole_only:  # shorter entries that this one contains are superseded
             for number in self._contained(blocks, kept, salt):
                 self.drop(number)
                 evicted.append(number)
         return self._insert(_PrefixEntry(salt, kept, blocks, n_bytes), evicted)
 
     def reserve(self, salt: str, tokens: list[int]) -> tuple[int | None, list[int]]:
-        """As `add`, for an entry that is to be loaded: `find` does not see it before `reveal`, and entries that it
-        contains stay."""
+        """As `add`, for an entry about to be loaded: `find` ignores it until `reveal`, and it supersedes no entry."""
         kept = array("q", tokens)
         n_bytes = len(kept) * self._bytes_per_token + self._bytes_per_row
         if n_bytes > self.budget:
@@ -164,7 +163,7 @@ class PrefixIndex:
         return number, evicted
 
     def reveal(self, number: int) -> None:
-        """The entry is loaded."""
+        """The entry has been loaded: `find` may return it."""
         self._hidden.discard(number)
 
     def _insert(self, new: _PrefixEntry, evicted: list[int]) -> tuple[int, list[int]]:
@@ -185,9 +184,9 @@ class PrefixIndex:
         return len(self._entries[number].tokens) if number in self._entries else 0
 
     def nearest(self, salt: str, tokens: list[int]) -> tuple[int, int]:
-        """The entry that has most in common with `tokens`, whether it is of use or not: (its tokens, those in common).
+        """The entry with the longest common prefix with `tokens`, usable or not: (its length, the common length).
 
-        Entries that have less than a block in common are not told apart any further than that.
+        Common prefixes below one block are compared up to a block only.
         """
         known = array("q", tokens)
         for block in reversed(_chain(salt, known) if self._entries else []):
@@ -208,10 +207,10 @@ class PrefixIndex:
         if entry.salt != salt:
             return 0
         length = common_prefix(entry.tokens, known, len(known))
-        return length if not self._exact_only or length == len(entry.tokens) else 0
+        return length if not self._whole_only or length == len(entry.tokens) else 0
 
     def _in_common(self, entry: _PrefixEntry, salt: str, known: array[int], limit: int) -> tuple[int, int]:
-        """See `nearest`; nothing of an entry with another salt."""
+        """See `nearest`; (0, 0) for another salt."""
         return (len(entry.tokens), common_prefix(entry.tokens, known, limit)) if entry.salt == salt else (0, 0)
 
     def _contained(self, blocks: list[int], kept: array[int], salt: str) -> list[int]:
@@ -229,7 +228,7 @@ class PrefixIndex:
         return found
 
     def drop(self, number: int) -> None:
-        """Drop an entry. The caller has the ranks evict it."""
+        """Drop an entry. The caller must evict it on the ranks."""
         self._hidden.discard(number)
         entry = self._entries.pop(number)
         self.used -= entry.n_bytes

@@ -1,9 +1,9 @@
 """The scheduler decides what runs next; no other file does.
 
 `schedule(now, drafts)` turns the state of all sequences into one `Step`, every rank executes the step, and
-`apply(commits)` takes its outcome back in. With pipeline stages, further steps may be scheduled before that; outcomes
+`apply(commits)` takes in its outcome. With pipeline stages, further steps may be scheduled before that; outcomes
 return in the order of their steps (design: Plans in flight). `now` is an argument: the same calls give the same plans.
-What clients ask for (`submit`, `cancel`, `finish`) takes effect in the next plan; a row in flight ends when its does.
+Requests of clients (`submit`, `cancel`, `finish`) take effect in the next plan; a row in flight ends after its step.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     decode_share: float
     prefix_budget: int  # bytes
     recurrent: bool = False  # rows hold recurrent state: no padding, a fresh row alone, prefixes whole
-    max_logits: int = 256  # tokens with logits in one step: of a chunk that is scored, of all rows with drafts
+    max_logits: int = 256  # tokens with logits in one step: of a scored chunk, or of all rows with drafts
     pack_above: int | None = None
-    """Sampling forwards of more tokens (rows x widest row) are fed without padding: smaller ones are replayed from
-    captured graphs, which packed ones are not. None: some rank cannot leave padding out."""
+    """Sampling forwards of more tokens (rows x widest row) are packed: fed without padding. Smaller ones stay padded,
+    because only padded ones are replayed from captured graphs. None: some rank cannot pack."""
 
 
 class Scheduler:
@@ -71,7 +71,7 @@ class Scheduler:
     # -- requests ----------------------------------------------------------------------------------------------
 
     def submit(self, request: SequenceRequest, now: float) -> None:
-        """Queue a sequence. One that cannot run ends at once, with an event that says why."""
+        """Queue a sequence. One that cannot run ends at once, with an event that names the reason."""
         room = self.config.limits.max_model_len - len(request.prompt)
         seq = Sequence(self._numbers, limit_length(request, room), now)
         self._numbers += 1
@@ -96,7 +96,7 @@ class Scheduler:
         self._end_or_mark(self.by_id.get(seq_id), SequenceEnding("stop", n_tokens=n_tokens), now)
 
     def give_up(self, number: int, reason: FinishReason, detail: str, now: float) -> None:
-        """End a sequence that cannot go on, unless it has ended; its computed prefix may be kept."""
+        """End a sequence that cannot continue, unless it has ended; its computed prefix may be kept."""
         ending = SequenceEnding(reason, detail, keep=not self.config.recurrent)
         self._end_or_mark(self.by_number.get(number), ending, now)
 
@@ -107,11 +107,11 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to compute and nothing to tell the ranks."""
-        return self.rests(frozenset())
+        """Whether there is nothing to compute and nothing to send to the ranks."""
+        return self.idle_except(frozenset())
 
-    def rests(self, held: Collection[int]) -> bool:
-        """Whether there is nothing to do before one of these waiting sequences may get a row."""
+    def idle_except(self, held: Collection[int]) -> bool:
+        """Whether nothing can be done until one of the `held` sequences, or one loading from disk, may get a row."""
         return not (self.by_number.keys() - {*held, *self.disk.held} or self.layout.ops or self._commits)
 
     @property
@@ -127,8 +127,8 @@ class Scheduler:
     # -- one step ----------------------------------------------------------------------------------------------
 
     def draftable(self) -> dict[Sequence, int]:
-        """The rows that decode in the next step, and how many drafts are of use to each. Rows that finish their prompt
-        in that step are not among them yet."""
+        """The rows that decode in the next step, and how many drafts each can use. Excludes rows that finish their
+        prompt in that step."""
         if self.config.recurrent:
             return {}
         group = self.layout.next_group(self._decoded)
@@ -137,29 +137,29 @@ class Scheduler:
     def schedule(
         self, now: float, drafts: Drafts = MappingProxyType({}), held: Collection[int] = frozenset()
     ) -> Step | None:
-        """The next step, or None when there is nothing to do, or not before a step in flight returns. Changes state.
+        """The next step; None if there is nothing to do until a message or an outcome arrives. Changes state.
 
         Args:
-            drafts: tokens that may follow in decoding rows (`draftable`); cut to what fits, or left out.
+            drafts: proposed tokens for decoding rows (`draftable`); cut to what fits.
             held: numbers of waiting sequences that get no row yet, because their grammars are being compiled.
         """
         assert not (drafts and self.config.recurrent), "recurrent state cannot roll back"
         self._expire(now)
         for row in self.layout.rows():
             self.disk.compare(row)
-        short = self._grow()
-        if not short:
+        short_groups = self._grow()
+        if not short_groups:
             self._admit(now, held)
         self.admission.settle()
-        group = self.layout.next_group(self._decoded, short)
+        group = self.layout.next_group(self._decoded, short_groups)
         rows = self.layout.decoding(group)
-        most = min(self.config.prefill.most, self.config.max_logits)
+        max_tokens = min(self.config.prefill.max_tokens, self.config.max_logits)
         drafts = {row.number: drafts[row.number] for row in rows if row.number in drafts}
-        fitted = fit_drafts(self.layout, self.admission, drafts, most)
+        fitted = fit_drafts(self.layout, self.admission, drafts, max_tokens)
         chunks = self._plan_chunks(len(rows) + sum(map(len, fitted.values())))
         forwards = self._prefill_forwards(chunks)
         if group is None:
-            group = self.layout.next_group(self._decoded, short)  # of rows that have just finished their prompts
+            group = self.layout.next_group(self._decoded, short_groups)  # rows that have just finished their prompts
         forwards += self._decode_forwards(group, fitted)
         if not forwards and not self.layout.ops and not self._commits:
             return None
@@ -173,17 +173,17 @@ class Scheduler:
         )
         self._commits.clear()
         self.layout.ops.clear()
-        self._depart(forwards)
+        self._put_in_flight(forwards)
         return step
 
     def apply(
         self, commits: list[Commit], now: float, logprobs: Mapping[int, list[TokenLogprobs]] = MappingProxyType({})
     ) -> None:
-        """Take the outcome of a step: the commits go to clients as events now, and to the ranks with the next plan.
+        """Apply the outcome of a step: clients get the commits as events now, the ranks with the next plan.
 
         Args:
             commits: of the rows that the step's sampling forwards fed.
-            logprobs: by sequence number, one entry per verified token, where the request asked for them.
+            logprobs: by sequence number, one entry per verified token, if the request asked for them.
         """
         for commit in commits:
             seq = self.by_number[commit.seq]
@@ -199,8 +199,8 @@ class Scheduler:
                 self._end(seq, SequenceEnding(commit.finish, stop_id=commit.stop_id), now)
 
     def digest(self) -> int:
-        """The leader's row state, to be compared with every rank's mirror. Positions in flight count: ranks have
-        computed them."""
+        """The leader's row state, to compare with every rank's mirror. Includes positions in flight: a mirror counts
+        them as soon as its rank has computed them."""
         rows = self.layout.rows()
         return state_digest((r.arena, r.slot, r.number, r.kv_len + r.in_flight, r.crc) for r in rows)
 
@@ -220,7 +220,7 @@ class Scheduler:
         self._events.append(Tokens(id=seq.id, start=start, tokens=list(commit.tokens), logprobs=kept))
 
     def _end_or_mark(self, seq: Sequence | None, ending: SequenceEnding, now: float) -> None:
-        """End the sequence now, or when the plan returns in which it is in flight. Its first ending counts."""
+        """End the sequence now; if it is in flight, when its step returns. Its first ending counts."""
         if seq is None:
             return
         if seq.in_flight:
@@ -235,7 +235,7 @@ class Scheduler:
         keep = ending.keep
         if ending.n_tokens is not None:
             del seq.tokens[seq.prompt_len + ending.n_tokens :]
-            keep = keep and not (seq.kv_len > len(seq.tokens) and self.config.recurrent)  # that cannot roll back
+            keep = keep and not (seq.kv_len > len(seq.tokens) and self.config.recurrent)  # cannot roll back
             seq.kv_len = min(seq.kv_len, len(seq.tokens))
         self.disk.leave(seq)
         if seq.slot >= 0:
@@ -263,25 +263,25 @@ class Scheduler:
             self._end_or_mark(seq, SequenceEnding("timeout", detail), now)
 
     def _grow(self) -> set[int]:
-        """Every row gets room for its known tokens; rows are preempted when memory is short.
+        """Give every row room for its known tokens; preempt rows when memory is short.
 
         Returns:
-            The row groups that cannot decode yet: a row lacks room, and the one that must give way is in flight.
+            Row groups that cannot decode yet: one of their rows lacks room, and the row to preempt is in flight.
         """
-        short: set[int] = set()
+        short_groups: set[int] = set()
         for seq in sorted(self.layout.rows(), key=lambda s: s.number):
             while seq.slot >= 0 and not self.admission.make_room(seq):
                 if self.n_running == 1:
                     raise AssertionError(f"one row of {len(seq.tokens)} tokens exceeds the KV budget")
                 row = victim(self.layout.rows(), self._rows_by_owner())
                 if row.in_flight:
-                    short.add(self.layout.arenas[seq.arena].group)
+                    short_groups.add(self.layout.arenas[seq.arena].group)
                     break
                 self._preempt(row)
-        return short
+        return short_groups
 
     def _preempt(self, seq: Sequence) -> None:
-        """Free a row; its known tokens do not change and will be computed again."""
+        """Free a row. The sequence keeps its known tokens, which will be computed again."""
         self.counters.preemptions += 1
         self.layout.release(seq)
         self.waiting.put_first(seq)
@@ -290,18 +290,18 @@ class Scheduler:
         return Counter(row.request.owner for row in self.layout.rows())
 
     def _admit(self, now: float, held: Collection[int]) -> None:
-        """Give rows to waiting sequences, by turns between owners. Choices of one request wait until the first of them
+        """Give rows to waiting sequences, in turns between owners. Further choices of a request wait until the first
         has prefilled the prompt."""
         if not self.waiting:
             return
         rows = self._rows_by_owner()
         for seq in self.waiting.by_turns(rows):
             if self.n_running >= self.config.limits.max_num_seqs and rows[seq.request.owner]:
-                return  # as every owner that waits
-            if seq.number in held or self._waits(seq, now):
+                return  # all rows are taken, and every waiting owner has one
+            if seq.number in held or self._must_wait(seq, now):
                 continue
             while not self.admission.admit(seq):
-                if not self._make_way(seq, rows):
+                if not self._preempt_for(seq, rows):
                     return
             self.waiting.remove(seq)
             rows[seq.request.owner] += 1
@@ -311,28 +311,28 @@ class Scheduler:
             if seq.to_prefill == 0:
                 self.layout.promote(seq)
 
-    def _make_way(self, seq: Sequence, rows: Counter[str]) -> bool:
-        """For an owner without any row: preempt a row of the owner that holds most of them; False if that has one, or
-        the row is in flight."""
+    def _preempt_for(self, seq: Sequence, rows: Counter[str]) -> bool:
+        """For an owner without a row: preempt a row of the owner with the most. False if `seq`'s owner has a row, if no
+        owner has two, or if the row is in flight."""
         if rows[seq.request.owner] or not any(count > 1 for count in rows.values()):
             return False
         row = victim(self.layout.rows(), rows)
         if row.in_flight:
             return False
         rows[row.request.owner] -= 1
-        self._keep_prefix(row)  # memory of its own, so that little is computed again
+        self._keep_prefix(row)  # in the prefix cache's memory, so that little is recomputed
         self._preempt(row)
         return True
 
-    def _waits(self, seq: Sequence, now: float) -> bool:
-        """Whether a sequence gets its prefix later: from another choice's row, or from disk."""
+    def _must_wait(self, seq: Sequence, now: float) -> bool:
+        """Whether to wait for a prefix that is being computed by another choice or loaded from disk."""
         if not self.config.recurrent and sibling_prefills(self.layout.rows(), seq):
             return True
-        cached = self._longest_prefix(seq)[0] if self.disk.looks_for(seq) else 0
+        cached = self._longest_prefix(seq)[0] if self.disk.may_look_up(seq) else 0
         return not seq.wants_scores and self.disk.waits(seq, cached, self.prefill_budget.speed, now)
 
     def _longest_prefix(self, seq: Sequence) -> tuple[int, Hit | Sequence | None]:
-        """The length of the longest prefix in memory, and whose it is: a kept entry's or another live row's."""
+        """The longest prefix in memory: its length, and its kept entry or live row."""
         limit = len(seq.tokens) - 1
         hit = self.prefix.find(seq.request.sharing, seq.tokens, limit)
         live, shared = live_prefix(self.layout.rows(), seq, limit, whole_only=self.config.recurrent)
@@ -358,12 +358,12 @@ class Scheduler:
             self.counters.disk_hits += seq.disk_tokens
 
     def _plan_chunks(self, decoding: int) -> dict[int, int]:
-        """Sequence number -> tokens that it prefills in a step that feeds `decoding` tokens to decoding rows."""
+        """Sequence number -> tokens to prefill, in a step that feeds `decoding` tokens to decoding rows."""
         rows = [row for row in self.layout.rows() if not row.decoding]
         return share_out(self.prefill_budget.tokens(decoding), rows, max_scored=self.config.max_logits)
 
     def _prefill_forwards(self, chunks: dict[int, int]) -> list[Forward]:
-        """The chunks as forwards. A row that finishes its prompt becomes a decoding row of this same step."""
+        """The chunks as forwards. A row that finishes its prompt decodes in the same step."""
         rows = [row for row in self.layout.rows() if row.number in chunks]
         for row in rows:
             if chunks[row.number] == row.to_prefill:
@@ -383,9 +383,9 @@ class Scheduler:
             for forward in decode_forwards(arena, drafts, fresh_alone=alone, pack_above=pack_above)
         ]
 
-    def _depart(self, forwards: Collection[Forward]) -> None:
-        """The forwards are in flight: nothing can change what a chunk computes, so it is committed at once, or with
-        what the same step samples for its row."""
+    def _put_in_flight(self, forwards: Collection[Forward]) -> None:
+        """Mark the forwards as in flight. A chunk's outcome is certain, so it is committed at once, or with the token
+        that the same step samples for its row."""
         sampled = {number for forward in forwards if forward.sample for number in forward.seqs}
         for forward in forwards:
             for number, valid in zip(forward.seqs, forward.valid, strict=True):

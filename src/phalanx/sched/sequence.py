@@ -1,7 +1,7 @@
-"""One sequence on the leader: its known tokens, how many of them are computed, and where its row lives.
+"""One sequence on the leader: its known tokens, how many are computed, and where its row lives.
 
 There is no prefill phase and no decode phase: *computed* (`kv_len`) catches up with *known* (`tokens`). A row whose
-only uncomputed token is the last one is ready to sample; everything before that is prefill. Does not know plans.
+only uncomputed token is the last one is ready to sample; everything before that is prefill.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def state_digest(rows: Iterable[tuple[int, int, int, int, int]]) -> int:
 
 
 def extend_crc(crc: int, tokens: Iterable[int]) -> int:
-    """CRC-32 of a token list, extended: the part of a row's digest that stands for its history."""
+    """Extend the CRC-32 of a row's committed tokens, which is part of the row's digest."""
     return zlib.crc32(array("q", tokens).tobytes(), crc)
 
 
 def limit_length(request: SequenceRequest, room: int) -> SequenceRequest:
-    """The request with `max_tokens` limited to what the context leaves."""
+    """The request with `max_tokens` limited to the context's `room`."""
     if request.stop.max_tokens <= room:
         return request
     stop = msgspec.structs.replace(request.stop, max_tokens=max(1, room))
@@ -35,7 +35,7 @@ def limit_length(request: SequenceRequest, room: int) -> SequenceRequest:
 
 
 class SequenceEnding(NamedTuple):
-    """Why a sequence ends, and with what."""
+    """Why and how a sequence ends."""
 
     reason: FinishReason
     detail: str = ""
@@ -54,12 +54,12 @@ class Sequence:
         self.prompt_len = len(request.prompt)
         self.tokens: list[int] = [*request.prompt, *request.committed]  # known
         self.kv_len = 0  # computed
-        self.in_flight = 0  # positions behind kv_len that a plan in flight computes, whose outcome is not known yet
-        self.ending: SequenceEnding | None = None  # it ends when that plan returns
-        self.crc = 0  # over the tokens committed since the row was admitted, as the mirrors see them
+        self.in_flight = 0  # positions after kv_len that a step in flight computes
+        self.ending: SequenceEnding | None = None  # applied when that step returns
+        self.crc = 0  # over tokens committed since admission, as in the mirrors
         self.arena = -1
         self.slot = -1  # -1: waiting
-        self.room = 0  # tokens that memory is promised for, where rows take it by the page
+        self.room = 0  # tokens with promised memory, if rows take it by the page
         self.decoding = False  # slot lies in the arena's decoding prefix
         self.arrived = now
         self.deadline = None if request.timeout_s is None else now + request.timeout_s
@@ -68,14 +68,14 @@ class Sequence:
         self.last_token: float | None = None
         self.cached_tokens = 0
         self.disk_tokens = 0  # of those, loaded from disk for it
-        self.looked_on_disk = False  # for its prefix
+        self.looked_on_disk = False
         self.load: int | None = None  # the prefix entry that was loaded for it
         self.drafted = 0  # draft tokens verified
         self.accepted = 0  # of those, committed
 
     @property
     def n_output(self) -> int:
-        """Committed output tokens, those from before an engine restart included."""
+        """Committed output tokens, including those from before an engine restart."""
         return len(self.tokens) - self.prompt_len
 
     @property
@@ -85,7 +85,7 @@ class Sequence:
 
     @property
     def extent(self) -> int:
-        """Positions that its row needs: those of known tokens, and those that are in flight."""
+        """Positions that its row needs, those in flight included."""
         return max(len(self.tokens), self.kv_len + self.in_flight)
 
     @property
@@ -94,7 +94,7 @@ class Sequence:
         return self.request.prompt_logprobs is not None
 
     def unplace(self) -> None:
-        """The sequence has no row any more, so that all its known tokens must be computed again."""
+        """The sequence lost its row: all its known tokens must be computed again."""
         self.arena = self.slot = -1
         self.room = 0
         self.decoding = False

@@ -1,6 +1,6 @@
-"""Whether a row is finished, as far as token ids and counts can tell. The one place that decides it.
+"""Whether a row is finished, by token ids and counts. The only place that decides it.
 
-Does not know stop strings: they need text, which only the server has. It sends `Finish`, which the scheduler applies.
+Does not know stop strings: they need text, which only the server has; it sends `Finish` to the scheduler.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from phalanx.types import FinishReason, StopRule
 
 
 class Clip(NamedTuple):
-    """How many of the verified tokens count, and why the row ends there (None: it continues)."""
+    """How many verified tokens to keep, and why the row ends there (None: it continues)."""
 
     keep: int
     finish: FinishReason | None
@@ -23,8 +23,8 @@ def clip(rule: StopRule, n_output: int, tokens: Sequence[int], *, constrained: b
     """Cut verified tokens at the first stop id or at `max_tokens`, whichever comes first.
 
     A stop token counts as an output token. Before `min_tokens` a stop id does not end the row (the sampler does not
-    draw it there, but a draft could contain it). With a grammar it does: there it is drawn only where the grammar
-    allows nothing else.
+    draw it there, but a draft could contain it). With a grammar it does, because the sampler then draws it only if the
+    grammar allows nothing else.
 
     Args:
         n_output: output tokens committed before these.

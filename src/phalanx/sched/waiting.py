@@ -1,8 +1,8 @@
-"""Sequences that wait for a row: first come, first served within an owner, and by turns between owners.
+"""Sequences that wait for a row: first come, first served within an owner, fair between owners.
 
-An owner stands for an API key. The next row goes to the owner that holds the fewest, and to the earlier sequence where
-two hold as many; so one owner alone is served in order of arrival, and many sequences of one owner do not delay another
-owner's. Does not know memory or rows (`scheduler.py`).
+An owner stands for an API key. The next row goes to the owner with the fewest rows; between equals, to the earlier
+sequence. So a single owner is served in order of arrival, and many sequences of one owner do not delay another's. Does
+not know memory or rows (`scheduler.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class WaitingQueue:
         self._queues.setdefault(seq.request.owner, deque()).append(seq)
 
     def put_first(self, seq: Sequence) -> None:
-        """Add a sequence that lost its row before the others of its owner."""
+        """Add a preempted sequence in front of the others of its owner."""
         self._queues.setdefault(seq.request.owner, deque()).appendleft(seq)
 
     def remove(self, seq: Sequence) -> None:
@@ -41,8 +41,7 @@ class WaitingQueue:
         """Each sequence once, in the order in which they get rows.
 
         Args:
-            rows: owner -> rows that it holds. The caller changes it, and may remove the sequence that it was given,
-                before it asks for the next.
+            rows: owner -> rows that it holds. Between two sequences the caller may change it and `remove` the last one.
         """
         rest = {owner: iter(tuple(queue)) for owner, queue in self._queues.items()}
         heads = {owner: next(sequences) for owner, sequences in rest.items()}
@@ -54,9 +53,9 @@ class WaitingQueue:
 
 
 def victim(rows: Iterable[Sequence], held: Mapping[str, int]) -> Sequence:
-    """The row that is to be preempted: the newest one of the owner that holds most.
+    """The row to preempt: the newest one of the owner with the most rows.
 
-    With several owners the oldest row of all is taken only if it is the only one, so that some row always advances.
+    The oldest row of all is preempted only if it is the only one, so that some row always advances.
 
     Args:
         rows: the running sequences, at least one.

@@ -12,7 +12,7 @@ import pytest
 from phalanx.config import EngineConfig
 from phalanx.engine import memory_plan
 from phalanx.engine.memory_plan import _scaled_to_whole, plan_memory
-from phalanx.engine.stages import _rooms, _Spot
+from phalanx.engine.stages import _FreeMemory, _rooms
 from phalanx.errors import MemoryShortage
 from phalanx.memory import MemoryBudget
 from phalanx.model.cache.layer_layout import Heads, KvLayout, StateLayout, page_tokens
@@ -41,7 +41,7 @@ def test_budgets_count_rows_of_the_whole_model(own: Any, whole: Any, kv: int) ->
 
 def test_ranks_of_one_device_share_what_it_has_free() -> None:
     places = [("left", "cpu", 90), ("right", "cpu", 70), ("left", "cpu", 60), ("left", "gpu", 50)]
-    spots = [_Spot(host=host, device=device, free=free) for host, device, free in places]
+    spots = [_FreeMemory(host=host, device=device, free=free) for host, device, free in places]
     assert [room.bytes for room in _rooms(spots)] == [30, 70, 30, 50]
 
 

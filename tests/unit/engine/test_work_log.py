@@ -11,7 +11,7 @@ from phalanx.types import Finished, Sampling, SequenceRequest, SequenceWork, Sto
 
 CONFIG = SchedulerConfig(
     limits=KvLimits(max_num_seqs=4, max_model_len=512, kv_budget=1 << 20, bytes_per_token=1),
-    prefill=PrefillBounds(first=32, most=32),
+    prefill=PrefillBounds(first=32, max_tokens=32),
     target_step_s=0.1,
     decode_share=0.5,
     prefix_budget=1 << 20,

@@ -85,7 +85,7 @@ def test_on_a_cpu_a_chunk_beside_rows_follows_their_step(machine, decodes):
 @pytest.mark.parametrize(("own_s", "tokens"), [(0.02, 40), (0.08, 100), (0.2, 200), (0.001, 16)])
 def test_how_long_a_chunk_beside_rows_is(own_s, tokens):
     """1,000 tokens a second: two of the rows' steps, up to 100 ms or one of their steps."""
-    budget = PrefillBudget(ON_CPU._replace(most=10_000), TARGET_S, 0.5)
+    budget = PrefillBudget(ON_CPU._replace(max_tokens=10_000), TARGET_S, 0.5)
     for _ in range(10):
         budget.observe(size := budget.tokens(0), size / 1000, 0.0)
     budget.observe(0, 0.0, own_s)
@@ -112,7 +112,7 @@ def test_a_first_chunk_begins_at_the_speed_of_earlier_requests(bounds):
         budget.observe(size := budget.tokens(0), 0.08 + size / 5000, 0.0)
     wide = budget.tokens(0)
     budget.observe(20, 0.08 + 20 / 5000, 0.0)
-    assert budget.tokens(0) == wide == bounds.most
+    assert budget.tokens(0) == wide == bounds.max_tokens
 
 
 def test_a_slow_short_chunk_is_believed():

@@ -167,7 +167,7 @@ def test_others_go_on_while_a_prefix_is_loaded_and_a_load_that_takes_too_long_is
     for _ in range(7):
         group.step()
     assert "b" in group.finished and group.outputs["a"] == [] and group.scheduler.disk.held == {0}
-    assert group.scheduler.rests(frozenset())
+    assert group.scheduler.idle_except(frozenset())
     group.now += 100.0
     group.run()
     group.scheduler.disk.take = taken

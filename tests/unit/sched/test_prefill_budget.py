@@ -32,7 +32,7 @@ def test_no_step_is_planned_beyond_its_bounds(machine, steps, bounds):
     decode_before_s = math.inf
     for i, (decoding, decode_s) in enumerate(steps):
         tokens = budget.tokens(decoding)
-        assert MIN_CHUNK <= tokens <= max(MIN_CHUNK, bounds.most - decoding)
+        assert MIN_CHUNK <= tokens <= max(MIN_CHUNK, bounds.max_tokens - decoding)
         assert tokens <= bounds.first * 2**i
         if i and tokens > MIN_CHUNK:
             allowed_s = min(bounds.longest_s, max(PREFILL_ONLY * TARGET_S, decode_before_s))
@@ -55,7 +55,7 @@ def test_a_slow_gpu_stays_below_the_watchdog_however_long_decoding_takes():
     """100 tokens/s, and decoding rows that take 30 s: on a CPU prefill takes as long, here never longer than 2 s."""
     found = {}
     for name, bounds in {"cpu": ON_CPU, "gpu": ON_GPU}.items():
-        budget = PrefillBudget(bounds._replace(most=10_000), TARGET_S, 0.0)
+        budget = PrefillBudget(bounds._replace(max_tokens=10_000), TARGET_S, 0.0)
         for _ in range(12):
             tokens = budget.tokens(1)
             budget.observe(tokens, tokens / 100, 30.0)
@@ -64,17 +64,17 @@ def test_a_slow_gpu_stays_below_the_watchdog_however_long_decoding_takes():
 
 
 def test_the_bounds_of_a_machine():
-    cpu, gpu = (prefill_bounds(on_gpu=on_gpu, stages=1, most=None, rows=16) for on_gpu in (False, True))
+    cpu, gpu = (prefill_bounds(on_gpu=on_gpu, stages=1, max_tokens=None, rows=16) for on_gpu in (False, True))
     assert cpu == (16, 512, math.inf, True)
     assert gpu == (256, 2048, 2.0, False)
-    assert prefill_bounds(on_gpu=True, stages=1, most=None, rows=4096).most == 4096
-    assert prefill_bounds(on_gpu=True, stages=1, most=100, rows=16).most == 100
-    assert PrefillBudget(prefill_bounds(on_gpu=True, stages=1, most=100, rows=16), TARGET_S, 0.0).tokens(0) == 100
+    assert prefill_bounds(on_gpu=True, stages=1, max_tokens=None, rows=4096).max_tokens == 4096
+    assert prefill_bounds(on_gpu=True, stages=1, max_tokens=100, rows=16).max_tokens == 100
+    assert PrefillBudget(prefill_bounds(on_gpu=True, stages=1, max_tokens=100, rows=16), TARGET_S, 0.0).tokens(0) == 100
 
 
 def test_chunks_that_follow_each_other_through_stages_of_cpus_are_short():
-    staged = prefill_bounds(on_gpu=False, stages=2, most=None, rows=16)
+    staged = prefill_bounds(on_gpu=False, stages=2, max_tokens=None, rows=16)
     assert staged == (16, 128, math.inf, True)
-    assert prefill_bounds(on_gpu=False, stages=2, most=512, rows=16).most == 512
-    assert prefill_bounds(on_gpu=False, stages=2, most=None, rows=256).most == 256
-    assert prefill_bounds(on_gpu=True, stages=2, most=None, rows=16) == ON_GPU
+    assert prefill_bounds(on_gpu=False, stages=2, max_tokens=512, rows=16).max_tokens == 512
+    assert prefill_bounds(on_gpu=False, stages=2, max_tokens=None, rows=256).max_tokens == 256
+    assert prefill_bounds(on_gpu=True, stages=2, max_tokens=None, rows=16) == ON_GPU

@@ -233,11 +233,11 @@ def test_a_held_sequence_gets_no_row_and_others_do():
     first, second = sim.scheduler.by_number
     step = sim.scheduler.schedule(0.0, held={first})
     assert [forward.seqs for forward in step.forwards][-1] == (second,)
-    assert not sim.scheduler.rests({first}) and not sim.scheduler.idle
+    assert not sim.scheduler.idle_except({first}) and not sim.scheduler.idle
     waiting = Simulation(make_config())
     waiting.submit(make_request("only", prompt_of(5)))
     assert waiting.scheduler.schedule(0.0, held={0}) is None
-    assert waiting.scheduler.rests({0}) and not waiting.scheduler.rests(set())
+    assert waiting.scheduler.idle_except({0}) and not waiting.scheduler.idle_except(set())
     assert waiting.scheduler.schedule(0.0) is not None
 
 

@@ -82,7 +82,7 @@ def a_chunk_committed_when_its_plan_returns(original: Any, self: Pipeline, outpu
             yield commit_chunk(row, row.kv_len, 1)
 
 
-@wrapped(Scheduler, "_depart")
+@wrapped(Scheduler, "_put_in_flight")
 def a_chunk_committed_twice(original: Any, self: Scheduler, forwards: list[Forward]) -> None:
     original(self, forwards)
     for forward in forwards:
@@ -90,7 +90,7 @@ def a_chunk_committed_twice(original: Any, self: Scheduler, forwards: list[Forwa
             self.by_number[forward.seqs[0]].kv_len += forward.valid[0]
 
 
-@wrapped(Scheduler, "_depart")
+@wrapped(Scheduler, "_put_in_flight")
 def a_chunk_committed_never(original: Any, self: Scheduler, forwards: list[Forward]) -> None:
     before = {row.number: row.kv_len for row in self.layout.rows()}
     original(self, forwards)

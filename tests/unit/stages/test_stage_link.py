@@ -18,7 +18,15 @@ from phalanx.dist import control_address, sender_acceptor
 from phalanx.dist.awake_clock import AwakeClock
 from phalanx.dist.ports import LOOPBACK, PORTS
 from phalanx.dist.stage_frames import Frame, Payload, encode
-from phalanx.dist.stage_link import SENT_AT_ONCE, STOPPED_S, TICK_S, Ends, StageReceiver, Tamper, connect_stages
+from phalanx.dist.stage_link import (
+    SENT_AT_ONCE,
+    STOPPED_S,
+    TICK_S,
+    StageConnections,
+    StageReceiver,
+    Tamper,
+    connect_stages,
+)
 from phalanx.dist.topology import Topology
 from phalanx.errors import (
     FrameCorrupted,
@@ -69,7 +77,7 @@ def credentials(n: int) -> list[Credentials]:
 @contextlib.contextmanager
 def connected(
     directory: Path, widths: tuple[int, ...], *, tls: bool = False, tamper: Tamper | None = None, deadline_s: float = 60
-) -> Iterator[list[Ends]]:
+) -> Iterator[list[StageConnections]]:
     """The ends of all ranks."""
     topology = Topology(widths)
     n = topology.size
@@ -282,7 +290,7 @@ def test_both_ends_are_told_of_a_broken_connection(tmp_path: Path, tls: bool) ->
 
 def between_two(
     before: Callable[[tuple[str, int]], None], keys: Sequence[Credentials] | None = None
-) -> tuple[Ends, Ends]:
+) -> tuple[StageConnections, StageConnections]:
     """The ends of two ranks over TLS.
 
     Args:
@@ -302,7 +310,7 @@ def between_two(
         before((host, int(port)))
         return addresses
 
-    def join(rank: int, share: Callable[[str], list[str]]) -> Ends:
+    def join(rank: int, share: Callable[[str], list[str]]) -> StageConnections:
         names = ["rank 0", "rank 1"]
         return connect_stages(group, Topology((1, 1)), rank, names, keys[rank], share, deadline_s=60)
 
@@ -311,7 +319,7 @@ def between_two(
         return jobs[0].result(), jobs[1].result()
 
 
-def assert_carries_a_frame(last: Ends, first: Ends) -> None:
+def assert_carries_a_frame(last: StageConnections, first: StageConnections) -> None:
     assert last.receiver is not None
     first.senders[0].send(frame(1), payload(1))
     last.receiver.expect([frame(1)], NEVER)

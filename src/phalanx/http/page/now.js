@@ -101,6 +101,6 @@ function links(found) {
   const rows = found.map((link) => h("tr", {}, cell(link.name), cell(link.latency_us >= 1000 ? `${number(link.latency_us / 1000, 2)} ms` : `${number(link.latency_us)} µs`, "n"),
     cell(!(link.gb_per_s >= 0.01) ? "" : `${number(link.gb_per_s, 2)} GB/s`, "n")));
   return h("section", {}, h("h2", { text: "Between the ranks" }),
-    h("p", { class: "hint", text: "As the self-test measured it at the last start. phalanx doctor measures every cable." }),
+    h("p", { class: "hint", text: "As the self-test measured it at the last start. phalanx net test measures every link." }),
     table("Between the ranks", ["What", { n: "Time" }, { n: "Bandwidth" }], rows));
 }

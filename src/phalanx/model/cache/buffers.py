@@ -2,8 +2,8 @@
 
 Growing needs the memory of one extra layer, copying that of BATCH extra bytes (design: Ragged rows); buffers that take
 memory by the page (`row_memory.py`) need not grow, and their rows move without copying. MLX writes into any other
-buffer in place only if nothing else refers to it, and unfinished work does refer to it: so everything that reads a
-buffer is evaluated before the buffer is written. Does not know models, nor decides which row gets which slot.
+buffer in place only if nothing else refers to it, as unfinished work does: so everything that reads a buffer is
+evaluated before the buffer is written. Does not know models, nor decides which row gets which slot.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class ArenaBuffers:
         self._live: list[bool] = []  # by slot: holds a row
         self._extent: list[int] = []  # by slot: tokens that may differ from zero
         self._length: list[int] = []  # by slot: tokens in the recurrent state
-        self._given_back: list[int] = []  # by slot: leaves whose memory has been given back, if its row has ended
+        self._given_back: list[int] = []  # by slot: leaves of an ended row already given back
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that rows have: of pages those that were written to, up to a page for each head."""
+        """Bytes of memory of rows; of pages only written ones, to within a page per head."""
         if row_memory.in_pages():
             return sum(leaf.row_bytes(extent) for leaf in self.leaves for extent in self._extent if extent)
         return sum(array.nbytes for array in self.arrays())
@@ -89,17 +89,16 @@ class ArenaBuffers:
         self._check(slot)
         self._live[slot] = False
 
-    def give_back(self, most: float = math.inf) -> None:
-        """Give memory of rows that have ended back to the system, until about `most` bytes were given. Changes
-        nothing where buffers are not made of pages."""
+    def give_back(self, max_bytes: float = math.inf) -> None:
+        """Return memory of ended rows to the system, about `max_bytes` at most. Does nothing without pages."""
         ended = [slot for slot, live in enumerate(self._live) if not live and self._extent[slot]]
         for slot in ended if row_memory.in_pages() else ():
             for leaf in self.leaves[self._given_back[slot] :]:
-                if most <= 0:
+                if max_bytes <= 0:
                     return
                 leaf.zero(slot, self._extent[slot])
                 self._given_back[slot] += 1
-                most -= leaf.row_bytes(self._extent[slot])
+                max_bytes -= leaf.row_bytes(self._extent[slot])
             self._clear(slot)
 
     def save(self, slot: int, length: int) -> Snapshot:
@@ -140,7 +139,7 @@ class ArenaBuffers:
             mx.eval([target.leaves[i].arrays() for i in leaves])
 
     def move(self, src: int, target: ArenaBuffers, dst: int) -> None:
-        """A row goes to a free slot of an arena, maybe this one."""
+        """Move a row to a free slot of an arena, maybe this one."""
         self._check_live(src)
         if target is self and row_memory.in_pages():
             self.swap(src, dst)
@@ -149,7 +148,7 @@ class ArenaBuffers:
         self.free(src)
 
     def swap(self, a: int, b: int) -> None:
-        """Exchange two rows, of which one may have ended: by their pages, or through copies."""
+        """Exchange two slots, one of which may be free: by their pages, or through copies."""
         self._check(a)
         self._check(b)
         length = max(self._extent[a], self._extent[b])
@@ -178,7 +177,7 @@ class ArenaBuffers:
         self.resume(view)
 
     def advance(self, view: RowView, lengths: Sequence[int]) -> None:
-        """Record a model call and the rows' lengths after it; `open` without preparing the layers."""
+        """Record the rows' lengths after a model call, without preparing the layers."""
         if view.need > self.capacity:
             raise EngineError(f"A forward needs {view.need} tokens per row; the buffers hold {self.capacity}.")
         for slot, length in zip(range(view.start, view.stop), lengths, strict=True):
@@ -192,7 +191,7 @@ class ArenaBuffers:
             self._extent[slot] = max(self._extent[slot], end)
 
     def resume(self, view: RowView) -> None:
-        """Set all layers to this view, which `open` prepared before another view was opened."""
+        """Set all layers to this view."""
         for leaf in self.leaves:
             leaf.open(view)
 
@@ -202,7 +201,7 @@ class ArenaBuffers:
             leaf.close()
 
     def forget(self) -> None:
-        """Drop what recurrent layers computed since they were opened last: the rows stay at the lengths before it."""
+        """Drop the new recurrent state of the last model call: the rows keep their earlier lengths."""
         for leaf in self.leaves:
             if isinstance(leaf, StateRows):
                 leaf.forget()

@@ -1,7 +1,7 @@
 """The layout of a layer's cache as plain data: shapes and dtypes per token or per row.
 
-`registry.py` finds it by building a call of the model on mlx-lm's own caches, without evaluating it. `buffers.py`
-allocates by it, and `CacheFacts` counts bytes for the engine.
+`registry.py` derives it from an unevaluated call of the model on mlx-lm's own caches. `buffers.py` allocates by it, and
+`CacheFacts` counts bytes for the engine.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ class CacheFacts:
     supports_rollback: bool
     """Whether a row can be set back to a shorter length; False with recurrent state."""
     recurrent: bool
-    """Whether there is state per row: prefill then takes one row at a time, unpadded, a forward over several rows
-    takes one token of each, and a cached prefix is used only at its full length."""
+    """Whether rows have state: then prefill takes one unpadded row at a time, a forward over several rows feeds one
+    token each, and a cached prefix is used only at its full length."""
     bytes_per_token: int
     """Bytes of all layers, per row and token of capacity."""
     bytes_per_row: int
     """Bytes of recurrent state, per row."""
     one_row: str
-    """Why the rows of a forward are computed one after another; "" if they are computed together."""
+    """Why a forward computes its rows one after another; "" if together."""
     mask_dims: int
     """Number of dimensions of the mask that the model expects for several rows."""
     max_len: int | None
@@ -87,7 +87,7 @@ class CacheFacts:
     description: str
     """One line on which cache classes were replaced by which."""
     packs: bool = False
-    """Whether rows can be fed different numbers of tokens without padding; `check.py` finds out."""
+    """Whether rows can be fed different numbers of tokens without padding (`check.py`)."""
 
 
 def leaves(layouts: Sequence[Layout]) -> Iterator[KvLayout | StateLayout]:
@@ -115,7 +115,7 @@ def bytes_per_token(layouts: Sequence[Layout]) -> int:
 
 
 def page_tokens(layouts: Sequence[Layout]) -> int:
-    """Tokens by which a row's memory grows, where it takes memory by the page: a power of two, GRANULE at most."""
+    """Tokens by which a row's paged memory grows: a power of two, GRANULE at most."""
     kv = [leaf for leaf in leaves(layouts) if isinstance(leaf, KvLayout)]
     least = min((h.dim * h.dtype.size for leaf in kv for h in (leaf.keys, leaf.values) if h and h.dim), default=PAGE)
     return int(min(GRANULE, 1 << max(0, -(-PAGE // least) - 1).bit_length()))
@@ -131,7 +131,7 @@ def buffer_shapes(layouts: Sequence[Layout], rows: int, capacity: int) -> Iterat
 
 
 def row_bytes(layouts: Sequence[Layout], dtype: mx.Dtype) -> int:
-    """As `bytes_per_token`, but with keys and values of this dtype: for a model whose weights are cast when read."""
+    """As `bytes_per_token`, with keys and values of this dtype: for models whose weights are cast when read."""
     kv = [leaf for leaf in leaves(layouts) if isinstance(leaf, KvLayout)]
     return sum(h.heads * h.dim * dtype.size for leaf in kv for h in (leaf.keys, leaf.values) if h is not None)
 

@@ -37,7 +37,7 @@ class RaggedKV:
         self.values: mx.array | None = None
         self.offset: int | mx.array = 0
         self._view: RowView | None = None
-        self._written: tuple[mx.array | None, mx.array | None] | None = None  # in this forward
+        self._written: tuple[mx.array | None, mx.array | None] | None = None  # by this forward
 
     # Called by models ------------------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ class RaggedKV:
         self.offset = view.offset
 
     def close(self) -> None:
-        """End the forward. What was written stays, whatever the model assigned in its place."""
+        """End the forward. Restores the written buffers if the model assigned others."""
         if self._written is not None:
             self.keys, self.values = self._written
         self._view = self._written = None

@@ -1,9 +1,9 @@
 """The memory of rows: buffers `[rows, heads, tokens, dim]`, and how they are allocated, written, cleared and exchanged.
 
 With the native kernels a buffer is a region: address space, reserved once. A page becomes memory when a token is
-written to it, a row that ends gives its pages back, and rows change places by their pages (`native/ext/region.h`). MLX
-never writes to a region, because it would copy all of it in silence; a native operation writes in place, or raises.
-Without them a buffer is an array of MLX's, all of it memory. Does not know what rows hold, nor which there are.
+written to it, an ended row returns its pages, and rows are swapped by remapping pages (`native/ext/region.h`). MLX must
+never write to a region, because it would silently copy all of it; a native operation writes in place, or raises.
+Without native kernels a buffer is an MLX array, wholly in memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def in_pages() -> bool:
 
 
 def can_reserve(buffers: Iterable[tuple[Sequence[int], mx.Dtype]]) -> bool:
-    """Whether the system gives address space for all buffers of these shapes together."""
+    """Whether the system grants address space for all these buffers together."""
     if (ops := install.operations()) is None:
         return False
     regions: list[mx.array] = []
@@ -36,7 +36,7 @@ def allocate(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
     """A buffer of zeros, evaluated.
 
     Raises:
-        RuntimeError: the system does not give as much address space.
+        RuntimeError: the system refuses the address space.
     """
     if (ops := install.operations()) is not None:
         return ops.reserve(list(shape), dtype)
@@ -55,7 +55,7 @@ def write(buffer: mx.array, new: mx.array, first: int) -> None:
 
 
 def clear(buffer: mx.array, row: int, length: int) -> None:
-    """Zero a row, of which the first `length` tokens were written; in a region, all of its pages go back."""
+    """Zero a row whose first `length` tokens were written; in a region, return all its pages."""
     if (ops := install.operations()) is not None:
         ops.clear_row(buffer, row)
     else:
@@ -63,7 +63,7 @@ def clear(buffer: mx.array, row: int, length: int) -> None:
 
 
 def swap(region: mx.array, a: int, b: int, length: int) -> None:
-    """Exchange two rows of a region, evaluated, of which the first `length` tokens were written."""
+    """Exchange two rows of an evaluated region; at most their first `length` tokens were written."""
     ops = install.operations()
     assert ops is not None, "MLX's arrays have no pages"
     ops.swap_rows(region, a, b, length)

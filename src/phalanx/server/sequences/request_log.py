@@ -1,7 +1,7 @@
-"""The lives of the last requests: what each waited for, computed, reused and lost.
+"""A log of the last requests: their waits, computation, reuse of prefixes, and interruptions.
 
-Listens to the engine beside the journal, which alone decides; `GET /v1/requests/{id}` and the page read it. Does not
-know HTTP or text. `request_story.py` puts a life into words.
+Listens to the engine's events like the journal, but decides nothing; `GET /v1/requests/{id}` and the web page read it.
+Does not know HTTP or text. `request_story.py` puts a life into words.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from msgspec import Struct
 from phalanx.errors import PhalanxError
 from phalanx.types import Batch, Finished, ModelInfo, SequenceProgress, SequenceRequest, Tokens
 
-MAX_LIVES = 1000  # that are remembered; each takes some 2 KB
+MAX_LIVES = 1000  # each takes some 2 KB
 
 ChoiceState = Literal["queued", "prefill", "decode", "finished"]
 
@@ -33,10 +33,10 @@ class ChoiceLife(Struct, kw_only=True):
     finished: Finished | None = None
 
     def state(self, progress: SequenceProgress | None) -> ChoiceState:
-        """Where it stands.
+        """The state of the sequence.
 
         Args:
-            progress: as of the engine's last figures; None: it has no row there.
+            progress: from the engine's last figures; None: it had no row.
         """
         if self.finished is not None:
             return "finished"
@@ -46,7 +46,7 @@ class ChoiceLife(Struct, kw_only=True):
 
 
 class Pause(Struct, kw_only=True):
-    """A time in which the engine was away."""
+    """A time without the engine."""
 
     began: float
     reason: str
@@ -54,7 +54,7 @@ class Pause(Struct, kw_only=True):
 
 
 class RequestLife(Struct, kw_only=True):
-    """One request. Times are seconds on the server's monotonic clock, but for `created`."""
+    """One request. Times except `created` are seconds on the server's monotonic clock."""
 
     id: str  # of the answer
     request_id: str  # x-request-id
@@ -64,25 +64,25 @@ class RequestLife(Struct, kw_only=True):
     created: int  # seconds since 1970
     arrived: float
     stream: bool
-    number: int = 0  # in order of their beginnings
-    moves: int = 0  # from other servers, before it came here
-    roles: tuple[str, ...] = ()  # of its messages
-    contents: tuple[str, ...] = ()  # of them; empty once it is over
+    number: int = 0  # in order of arrival
+    moves: int = 0  # between servers, before it arrived here
+    roles: tuple[str, ...] = ()  # of its messages, in order
+    contents: tuple[str, ...] = ()  # of its messages; empty once it has ended
     choices: list[ChoiceLife] = []
     pauses: list[Pause] = []
-    left_in: int | None = None  # the message in which the prompt left the nearest prefix; None: not known, or in none
-    outcome: Literal["", "finished", "failed", "client left"] = ""  # "": it is not over
+    left_in: int | None = None  # message in which the prompt departs from the nearest prefix; None: unknown, or none
+    outcome: Literal["", "finished", "failed", "client left"] = ""  # "": it has not ended
     error: str = ""
     ended: float | None = None
 
     @property
     def is_paused(self) -> bool:
-        """The engine is away, or has sent nothing since it is back."""
+        """Whether the engine is down, or has sent no token since it came back."""
         return bool(self.pauses) and self.pauses[-1].ended is None and not self.outcome
 
 
 Differs = Callable[[RequestLife, list[int]], None]
-"""(life, the tokens that its prompt has in common with the nearest prefix): the first choice has ended."""
+"""(life, tokens that its prompt shares with the nearest prefix); called when the first choice ends."""
 
 
 class RequestLog:
@@ -90,7 +90,7 @@ class RequestLog:
 
     Args:
         clock: monotonic seconds.
-        when_differs: is told of each request whose prompt left the nearest prefix before its end.
+        when_differs: called for each request whose prompt departs from the nearest prefix.
     """
 
     def __init__(self, clock: Callable[[], float], when_differs: Differs | None = None) -> None:
@@ -101,7 +101,7 @@ class RequestLog:
         self._n = 0
 
     def begin(self, life: RequestLife, requests: Sequence[SequenceRequest]) -> None:
-        """A request is about to be submitted."""
+        """Log a request that is about to be submitted."""
         for request in requests:
             n_known = len(request.committed)
             choice = ChoiceLife(
@@ -117,7 +117,7 @@ class RequestLog:
 
     @contextmanager
     def watching(self, id: str, is_complete: Callable[[], bool]) -> Iterator[None]:
-        """The request is answered until the context is left; how it ended is noted then."""
+        """Wrap the answer to a request; logs the outcome at the end."""
         try:
             yield
         except PhalanxError as error:
@@ -127,28 +127,28 @@ class RequestLog:
             self._end(id, is_complete=is_complete())
 
     def fail(self, id: str, error: str) -> None:
-        """The request ends with this error."""
+        """Log the error that a request ends with."""
         if (life := self._lives.get(id)) is not None:
             life.error = error
 
     def find(self, id: str, owner: str | None) -> RequestLife | None:
-        """The newest request with this id, which is that of its answer or its x-request-id.
+        """The newest request with this answer id or x-request-id.
 
         Args:
-            owner: whose it must be; None: whoever's.
+            owner: its required owner; None: any.
         """
         named = (life for life in reversed(self._lives.values()) if id in (life.id, life.request_id))
         return next((life for life in named if owner is None or life.owner == owner), None)
 
     def latest(self, n: int, owner: str | None) -> list[RequestLife]:
-        """The requests that are not over, and the last others, n in all at least; newest first. `owner`: see `find`."""
+        """The last `n` requests and all older ones that have not ended, newest first. `owner`: see `find`."""
         own = [life for life in reversed(self._lives.values()) if owner is None or life.owner == owner]
         return [life for i, life in enumerate(own) if i < n or not life.outcome]
 
     # The engine's listener -------------------------------------------------------------------------------------
 
     def on_batch(self, batch: Batch) -> None:
-        """Take in a step's events."""
+        """Log a step's events."""
         now = self._clock()
         for event in batch.events:
             if (found := self._running.get(event.id)) is None:
@@ -161,17 +161,17 @@ class RequestLog:
                 self._note_difference(life, choice, event)
 
     def on_ready(self, info: ModelInfo) -> None:
-        """Unfinished requests go on with their next token."""
+        """Nothing to do: a pause ends with the request's next token."""
 
     def on_down(self, reason: str, will_restart: bool) -> None:
-        """Unfinished requests pause."""
+        """Begin a pause of all unfinished requests."""
         now = self._clock()
         for life in {id(life): life for life, _ in self._running.values()}.values():
             if not life.is_paused:
                 life.pauses.append(Pause(began=now, reason=reason))
 
     def _on_tokens(self, life: RequestLife, choice: ChoiceLife, event: Tokens, now: float) -> None:
-        choice.finished = None  # it was ended to try another alone, and goes on
+        choice.finished = None  # it had been ended so that another could run alone
         choice.output_tokens = event.start + len(event.tokens)
         choice.first_token = now if choice.first_token is None else choice.first_token
         choice.last_token = now
@@ -200,11 +200,11 @@ class RequestLog:
 
 
 def message_at(text: str, contents: Sequence[str]) -> int | None:
-    """The message in which a prompt leaves another one; None: behind all of them.
+    """The message in which a prompt departs from another one; None: after all of them.
 
     Args:
-        text: that both prompts begin with.
-        contents: of the prompt's messages, which templates may strip.
+        text: the common beginning of both prompts.
+        contents: of the prompt's messages; templates may strip them.
     """
     at = 0
     for index, content in enumerate(contents):

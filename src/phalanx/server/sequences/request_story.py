@@ -1,4 +1,4 @@
-"""A request's life as JSON and in words: why it took so long, and why its prompt was computed again."""
+"""A request's life as JSON and in sentences: where its time went, and why its prompt was prefilled again."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from phalanx.server.sequences.request_log import ChoiceLife, RequestLife
 from phalanx.types import Finished, SequenceProgress
 
 Progress = Mapping[str, SequenceProgress]
-"""The engine's last figures of each sequence that has a row."""
+"""Sequence id -> the engine's last figures, for sequences with a row."""
 
 
 def life_json(life: RequestLife, progress: Progress, now: float, checks: int) -> dict[str, Any]:
-    """What `GET /v1/requests/{id}` answers.
+    """The response of `GET /v1/requests/{id}`.
 
     Args:
-        now: on the clock of the life's times.
-        checks: all-reduces of one forward that are verified with a checksum; 0: on one rank, or without.
+        now: on the same clock as the life's times.
+        checks: all-reduces per forward that are verified with a checksum; 0 on one rank, or without checksums.
     """
     first = life.choices[0]
     end = life.ended if life.ended is not None else now
@@ -79,7 +79,7 @@ def row_json(life: RequestLife, progress: Progress, now: float) -> dict[str, Any
 
 
 def state_of(life: RequestLife, progress: Progress) -> str:
-    """What the request waits for or computes, or how it has ended."""
+    """The request's state or outcome."""
     if life.outcome:
         return life.outcome
     if life.is_paused:
@@ -144,7 +144,7 @@ def _choice(choice: ChoiceLife, progress: Progress, checks: int) -> dict[str, An
 
 
 def _story(life: RequestLife, progress: Progress, now: float, checks: int) -> Iterator[str]:
-    """What happened, one sentence each, in order."""
+    """The events of a request in order, one sentence each."""
     first = life.choices[0]
     if life.moves:
         yield f"It came from another server, which had failed it ({_times(life.moves, 'move')})."
