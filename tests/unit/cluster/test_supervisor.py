@@ -329,7 +329,7 @@ def test_a_python_that_executes_itself_again_is_the_same_process(place):
     identity.write(place.supervisor, before)
     process.stdin.write("\n")
     process.stdin.flush()
-    while not psutil.Process(process.pid).cmdline()[0].startswith("/Library"):
+    while not "".join(psutil.Process(process.pid).cmdline()).startswith("/Library"):  # empty while it executes
         time.sleep(0.01)
     assert identity.record(process.pid) == before
     found, _, left = stop(place, timeout_s=120, force=False)

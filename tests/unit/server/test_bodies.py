@@ -122,5 +122,5 @@ def test_ids_that_do_not_fit_are_counted_and_not_converted():
 
 @pytest.mark.parametrize("body", [b"", b" \n"])
 def test_a_request_without_a_body_is_told_so(body):
-    with pytest.raises(InvalidRequest, match=r"The request has no body; send a JSON object\."):
+    with pytest.raises(InvalidRequest, match=r"The body is empty; send a JSON object\."):
         parse_body(body, ChatBody, SIZE)

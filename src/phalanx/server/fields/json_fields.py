@@ -279,7 +279,7 @@ def decode(data: bytes, type: Any, path: str, *, first: int = 0) -> Any:
         raise InvalidRequest("The JSON body is nested too deeply.", param=path or None) from error
     except ValueError as error:  # msgspec.DecodeError, UnicodeDecodeError
         if not data.strip():
-            raise InvalidRequest("The request has no body; send a JSON object.") from error
+            raise InvalidRequest("The body is empty; send a JSON object.") from error
         message = f"We could not parse the JSON body of your request: {error}"
         raise InvalidRequest(message, param=path or None) from error
     if isinstance(value, (dict, list)) and data.count(b"{") + data.count(b"[") > MAX_DEPTH:
