@@ -148,7 +148,7 @@ def test_an_answer_whose_framing_goes_wrong_has_failed_at_once(is_whole):
                 await (await asked).content.readuntil(b"\n\n")
             has_begun.set()
             message = await (await asked).text()
-            assert a.name in message and "is not HTTP" in message
+            assert a.name in message and "broke HTTP's framing" in message
 
     run(scenario())
 

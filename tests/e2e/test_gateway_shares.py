@@ -173,7 +173,7 @@ def test_a_key_whose_bodies_take_all_memory_keeps_no_other_key_out(servers, path
     held: list[str] = []
     go_on = threading.Event()
 
-    async def hold(endpoints: CompletionEndpoints, job: Any) -> Any:
+    async def hold(endpoints: CompletionEndpoints, job: Any, slots: Any) -> Any:
         """Its body is read and not tokenised yet."""
         held.append(job.owner)
         try:
@@ -190,7 +190,7 @@ def test_a_key_whose_bodies_take_all_memory_keeps_no_other_key_out(servers, path
         async with before(servers, tmp_path) as client:
             n = BODIES * len(servers)
             greedy = [asyncio.create_task(ask(client, MINE, path, **fields)) for _ in range(n)]
-            await until(lambda: len(held) == n)
+            await until(lambda: len(held) == n, *greedy)
             assert (await ask(client, MINE, path, **fields))[0] == 429
             other = [asyncio.create_task(ask(client, YOURS, path, **fields)) for _ in servers]
             await until(lambda: len(held) == n + len(servers), *other)
