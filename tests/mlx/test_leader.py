@@ -21,6 +21,7 @@ from phalanx.types import (
     RankStats,
     Sampling,
     SequenceRequest,
+    Shutdown,
     StopRule,
     Submit,
     Tokens,
@@ -192,8 +193,7 @@ class OneWorker(SingleRank):
         self.waited = False
 
     def send(self, order: Order) -> None:
-        if isinstance(order.plan, Step):
-            self.sent.append(order.plan.id)
+        self.sent.append(order.plan.id if isinstance(order.plan, Step) else type(order.plan).__name__)
 
     def request_reports(self) -> None:
         self.sent.append("report")
@@ -251,3 +251,12 @@ def test_a_ping_while_ranks_report_has_the_next_report_and_an_idle_leader_waits_
     worker.report = worker_at(0)
     engine.leader.answer_pings()
     assert post.lines == ["pong", "pong"]
+
+
+def test_a_shutdown_sends_workers_nothing(loaded, monkeypatch):
+    """The Goodbye that closes the link ends them: a worker that left before it would be reported as lost."""
+    worker, post = OneWorker(), Journal()
+    engine = Engine(*loaded, batched=16, post=post, link=worker)
+    monkeypatch.setattr(post, "drain", lambda *, block: [Shutdown()], raising=False)
+    engine.leader.run()
+    assert worker.sent == []

@@ -30,7 +30,7 @@ from phalanx.engine.worker import inject_fault, rank_stats
 from phalanx.memory import trim_heap
 from phalanx.sched.commit import commit_tokens
 from phalanx.sched.drafts import after_next, useful_drafts
-from phalanx.sched.plan import Commit, Forward, Order, Reset, Step, Stop
+from phalanx.sched.plan import Commit, Forward, Order, Reset, Step
 from phalanx.sched.scheduler import Scheduler
 from phalanx.spec.running_grammars import Grammars, Masks
 from phalanx.spec.sampling_metadata import SamplingMetadataCache
@@ -118,7 +118,6 @@ class Leader:
         while self._broadcast_plans:
             self.step()
         self._outbox.flush()
-        self._link.send(Order(Stop()))
 
     def step(self) -> None:
         """One step: draft, schedule, broadcast, execute, verify, commit, apply, observe; then publish the events."""

@@ -12,7 +12,7 @@ from phalanx.engine.link import Link, WorkerLink
 from phalanx.engine.mirror import Mirror
 from phalanx.engine.stages import StagedRunner
 from phalanx.memory import process_rss, trim_heap
-from phalanx.sched.plan import RankReport, Reset, Step, Stop
+from phalanx.sched.plan import RankReport, Reset, Step
 from phalanx.types import RankStats
 
 
@@ -27,7 +27,7 @@ class Worker:
         self._injection = injection
 
     def run(self) -> None:
-        """Execute orders until a `Stop`, or until the leader ends the group."""
+        """Execute orders until the leader ends the group. A worker that left first would count as lost."""
         self.runner.samples = False
         while (order := self._link.receive()) is not None:
             match order.plan:
@@ -38,8 +38,6 @@ class Worker:
                 case Reset():
                     self.runner.reset()
                     trim_heap()
-                case Stop():
-                    return
 
     def _step(self, step: Step, limit_s: float) -> None:
         if self._injection is not None:

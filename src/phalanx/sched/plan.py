@@ -217,15 +217,11 @@ class Reset(Struct, frozen=True, tag="reset"):
     """Free MLX's cached buffers (after the scheduler evicted every prefix entry in a `Step`)."""
 
 
-class Stop(Struct, frozen=True, tag="stop"):
-    """End the process normally."""
-
-
 class RankReport(Struct, frozen=True, tag="report"):
     """Every rank answers with its `RankStats` after the earlier plans: proof that its engine loop runs."""
 
 
-Plan = Step | Reset | RankReport | Stop
+Plan = Step | Reset | RankReport
 
 
 class Order(Struct, frozen=True, array_like=True):
