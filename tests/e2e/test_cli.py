@@ -15,11 +15,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import typer
 from support.models import make_model
 from support.real_model import real_model
 
 from phalanx.cli.private import PrivateServer
-from phalanx.errors import EngineUnavailable, ExitCode
+from phalanx.errors import ExitCode
 
 LIMIT_S = 240.0
 SMALL = ["--memory-guard-gb", "0.2", "--kv-cache-gb", "0.1"]
@@ -170,8 +171,9 @@ def test_a_private_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     server = PrivateServer(str(tmp_path / "absent"), ["--port", "0"])
     shown: list[str] = []
     try:
-        with pytest.raises(EngineUnavailable, match="ended with status 64"):
+        with pytest.raises(typer.Exit) as ended:
             server.wait_ready(shown.append)
+        assert ended.value.exit_code == ExitCode.CONFIG
         assert "No such directory" in "".join(shown)
     finally:
         assert server.stop() == ExitCode.CONFIG

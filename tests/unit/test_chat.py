@@ -179,6 +179,23 @@ def test_no_line_of_the_log_is_taken_for_the_servers_address(monkeypatch: pytest
         server.stop()
 
 
+@pytest.mark.parametrize(
+    ("code", "exit_code", "said"),
+    [
+        ("sys.exit('error: no such model')", 1, "error: no such model\n"),
+        ("print('error: no such model', file=sys.stderr); sys.exit(64)", ExitCode.CONFIG, "error: no such model\n"),
+        ("os.kill(os.getpid(), 9)", ExitCode.CRASH, "error: A signal ended the server (status -9).\n  Its log is "),
+    ],
+)
+def test_a_conversations_server_that_ends_is_one_error_and_its_exit_code(
+    code: str, exit_code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(private, "RUN_PHALANX", ("-c", f"import os, sys; {code}"))
+    assert main(["chat", "wrong"]) == exit_code
+    told = capsys.readouterr().err
+    assert told.startswith(said) and told.count("error:") == 1
+
+
 def test_flags_exist_for_what_private_servers_use() -> None:
     assert "stop_on_eof" in inspect.signature(serve.command).parameters
 

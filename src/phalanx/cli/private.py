@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import typer
+
 from phalanx.cli.engine_extra import require_engine
 from phalanx.cluster.argument_flags import flag_value
 from phalanx.config import RUN_PHALANX
@@ -67,7 +69,8 @@ class PrivateServer:
         """Wait until the server serves; `show` gets each log line on the way.
 
         Raises:
-            EngineUnavailable: the server ended; the last lines that `show` got say why.
+            Exit: the server ended with an error, which `show` has shown; the exit code is the server's.
+            EngineUnavailable: the server ended without an error, because of a signal.
         """
         while True:
             ended = self._process.poll() is not None
@@ -79,9 +82,11 @@ class PrivateServer:
             if ready := READY.search(os.pread(self._stdout.fileno(), 1 << 16, 0).decode(errors="replace")):
                 self.url, self.model = ready.groups()
                 return
+            if ended and self._process.returncode > 0:
+                raise typer.Exit(self._process.returncode)
             if ended:
                 raise EngineUnavailable(
-                    f"The server ended with status {self._process.returncode}.", remedy="Its last lines above say why."
+                    f"A signal ended the server (status {self._process.returncode}).", remedy=f"Its log is {self.log}."
                 )
             time.sleep(POLL_S)
 
