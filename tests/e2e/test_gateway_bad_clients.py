@@ -151,8 +151,9 @@ def test_bodies_have_a_limit_and_are_json():
                 async with client.session.post(client.url + CHAT, data=b"{}", headers=sent) as bad:
                     assert bad.status == 415 and "reads gzip, and" in (await bad.json())["error"]["message"], encoding
             octets = {"Content-Type": "application/octet-stream"}
-            pages = ({**octets, "Origin": "null"}, {"Content-Type": "text/plain"}, {**is_json, "Host": "evil.example"})
-            for plain in pages:
+            form = {"Content-Type": "application/x-www-form-urlencoded"}
+            pages = ({**octets, "Origin": "null"}, {**form, "Origin": "null"}, {"Content-Type": "text/plain"})
+            for plain in (*pages, {**is_json, "Host": "evil.example"}):
                 async with client.session.post(client.url + CHAT, data=b"{}", headers=plain) as bad:
                     assert bad.status == (403 if "Host" in plain else 415)
             bare = b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 13\r\n"
@@ -163,6 +164,10 @@ def test_bodies_have_a_limit_and_are_json():
             assert reply.startswith(b"HTTP/1.1 200 ") and "content-type" not in a.calls.pop().headers
             async with client.session.post(client.url + CHAT, data=b'{"model":"m"}') as good:  # aiohttp: octets
                 assert good.status == 200 and a.calls.pop().headers["content-type"] == octets["Content-Type"]
+            async with client.session.post(client.url + CHAT, data=b'{"model":"m"}', headers=form) as good:  # curl -d
+                assert good.status == 200 and a.calls.pop().headers["content-type"] == form["Content-Type"]
+            async with client.session.post(client.url + CHAT, data=b"model=m", headers=form) as bad:
+                assert bad.status == 400 and "not JSON" in (await bad.json())["error"]["message"] and not a.calls
             for method, length in (("GET", 72), ("HEAD", 0)):  # Ollama's clients look there for a server
                 async with client.request(method, "/") as response:
                     assert response.status == 200 and len(await response.read()) == length

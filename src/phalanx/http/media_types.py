@@ -1,8 +1,9 @@
 """Recognises requests with JSON that a web page of another origin could not send.
 
-Across origins a browser sends JSON only after a pre-flight. It sends a body without a type at once, but with a header
-that names the page's origin. So a request without a type, or with an HTTP library's default, and without such a header
-comes from a program: litellm's two clients for Ollama send such ones.
+Across origins a browser sends JSON only after a pre-flight. It sends a body without a type, or as a form, at once, but
+with a header that names the page's origin. So a request without a type, or with a program's default, and without such a
+header comes from a program: curl and litellm's two clients for Ollama send such ones. A body that is not JSON is
+refused when it is parsed; a form of a page cannot be JSON, since browsers escape its quotes and braces.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from phalanx.errors import WrongMediaType
 
 BROWSERS_OWN = ("origin", "sec-fetch-site")
 """A browser sends one of these with every POST across origins. A page can neither set nor drop them."""
-UNDECLARED = ("", "application/octet-stream")
-"""The second is aiohttp's default."""
+UNDECLARED = ("", "application/octet-stream", "application/x-www-form-urlencoded")
+"""The second is aiohttp's default, the third that of `curl -d`."""
 
 
 def is_json(headers: Mapping[str, str]) -> bool:

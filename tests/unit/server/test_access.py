@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 
 import httpx
@@ -221,7 +222,10 @@ def test_a_foreign_name_is_refused_everywhere(tokenizer):
         ({"Content-Type": "", "Origin": "https://evil.com"}, False),
         ({"Sec-Fetch-Site": "cross-site"}, False),
         ({"Content-Type": "text/plain"}, False),
-        ({"Content-Type": "application/x-www-form-urlencoded"}, False),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, True),  # curl -d
+        ({"Content-Type": "application/x-www-form-urlencoded", "Origin": "null"}, False),
+        ({"Content-Type": "application/x-www-form-urlencoded", "Sec-Fetch-Site": "cross-site"}, False),
+        ({"Content-Type": "multipart/form-data"}, False),
         ({"Content-Type": "text/plain; application/json"}, False),
         ({"Content-Type": "application/octet-stream"}, True),  # litellm's asynchronous client for Ollama
         ({"Content-Type": "application/octet-stream", "Origin": "https://evil.com"}, False),
@@ -237,6 +241,21 @@ def test_what_a_page_could_send_is_no_json(sent, is_let_in):
     else:
         with pytest.raises(WrongMediaType, match="must be application/json"):
             require_json(headers)
+
+
+def test_what_curl_sends_without_a_type_is_json_and_what_a_form_sends_is_not(tokenizer):
+    form = {"content-type": "application/x-www-form-urlencoded"}
+
+    async def scenario(client, engine):
+        body = json.dumps(CHAT).encode()
+        answered = await client.post("/v1/chat/completions", content=body, headers=form)
+        assert answered.status_code == 200 and answered.json()["choices"]
+        refused = await client.post("/v1/chat/completions", content=body, headers={**form, "origin": "null"})
+        assert refused.status_code == 415
+        refused = await client.post("/v1/chat/completions", data=CHAT)
+        assert refused.status_code == 400 and "JSON" in refused.json()["error"]["message"]
+
+    run(tokenizer, scenario)
 
 
 def test_a_web_page_cannot_reset_the_prefix_cache(tokenizer):
