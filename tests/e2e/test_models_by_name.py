@@ -317,14 +317,14 @@ def test_a_pulled_model_is_served_listed_and_stopped(
     with serving(NAME, variables, tmp_path / "log") as (server, url):
         rows = {row["pid"]: row for row in json.loads(phalanx("ps", "--json").stdout)}
         row = rows[server.pid]
-        assert (row["models"], row["ranks"], row["supervised"]) == ([NAME], 1, False)
+        assert (row["models"], row["served_as"], row["ranks"], row["supervised"]) == ([NAME], ["served"], 1, False)
         assert row["addresses"] == [url.removeprefix("http://")] and row["bytes"] > 1 << 20
         assert f"{server.pid}  " in phalanx("ps").stdout
         refused(phalanx("rm", NAME), f"{NAME} is served by process {server.pid}")
         answer = httpx.request("DELETE", f"{url}/api/delete", json={"model": NAME}, timeout=LIMIT_S)
         assert (answer.status_code, "is served" in answer.json()["error"]) == (400, True), answer.text
         refused(phalanx("stop", "no-such"), "There is no server", "'no-such'")
-        stopped = phalanx("stop", str(server.pid))
+        stopped = phalanx("stop", "served")
         assert (stopped.returncode, stopped.stdout) == (0, f"stopped {server.pid}\n"), stopped.stderr
         assert server.wait(LIMIT_S) == 0, "it ended in order"
         assert server.pid not in {row["pid"] for row in json.loads(phalanx("ps", "--json").stdout)}

@@ -30,4 +30,6 @@ def command(as_json: Annotated[bool, typer.Option("--json", help="For programs."
 
 def _row(server: LocalServer) -> list[str]:
     model = next(iter(server.models), "gateway" if server.kind == "gateway" else "-")
+    if server.served_as:
+        model = f"{model} as {', '.join(server.served_as)}"
     return [str(server.pid), model, " ".join(server.addresses) or "-", str(server.ranks or "-"), size_of(server.bytes)]

@@ -17,6 +17,7 @@ import psutil
 from msgspec import Struct
 
 from phalanx.cluster import identity
+from phalanx.cluster.argument_flags import split_flag
 from phalanx.config import EngineConfig
 from phalanx.speculation_config import DraftModelSpeculation
 
@@ -29,6 +30,7 @@ class LocalServer(Struct, frozen=True, kw_only=True):
     pid: int
     kind: Kind = "serve"
     models: list[str]  # as its ranks name them: what it serves, then a draft model; empty before there are ranks
+    served_as: list[str] = []  # --served-model-name
     addresses: list[str]  # host:port
     ranks: int  # of the group, those on other hosts among them
     bytes: int  # resident memory of all its processes here
@@ -36,8 +38,9 @@ class LocalServer(Struct, frozen=True, kw_only=True):
 
     @property
     def names(self) -> set[str]:
-        """Names by which a user may ask for it."""
-        called = [self.kind] if self.kind == "gateway" else self.models
+        """Names by which a user may ask for it. A model in a directory is served under the directory's name."""
+        called = {self.kind} if self.kind == "gateway" else {*self.models, *self.served_as}
+        called |= {Path(model).name for model in self.models}
         return {str(self.pid), *called, *(address.rpartition(":")[2] for address in self.addresses)}
 
 
@@ -85,6 +88,7 @@ def _describe(process: psutil.Process, kind: Kind) -> LocalServer:
         pid=process.pid,
         kind=kind,
         models=models,
+        served_as=list(split_flag(process.cmdline(), "--served-model-name")[1]),
         addresses=sorted(f"[{at.ip}]:{at.port}" if ":" in at.ip else f"{at.ip}:{at.port}" for at in listening),
         ranks=configs[0].n_ranks if configs else 0,
         bytes=resident,

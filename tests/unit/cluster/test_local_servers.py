@@ -8,7 +8,7 @@ import sys
 import psutil
 import pytest
 
-from phalanx.cli import stop
+from phalanx.cli import ps, stop
 from phalanx.cluster.local_servers import LocalServer, end, kind_of
 from phalanx.cluster.replica_layout import REPLICAS_FILE
 from phalanx.errors import ConfigError
@@ -19,6 +19,9 @@ ONE = LocalServer(
 )  # fmt: skip
 OTHER = LocalServer(
     pid=11, models=["qwen3:4b", "draft"], addresses=["[::1]:8001"], ranks=2, bytes=1, supervised=True
+)  # fmt: skip
+NAMED = LocalServer(
+    pid=13, models=["/models/smol"], served_as=["chat", "other"], addresses=[], ranks=1, bytes=1, supervised=False
 )  # fmt: skip
 GATEWAY = LocalServer(
     pid=12, kind="gateway", models=[], addresses=["127.0.0.1:8080"], ranks=0, bytes=1, supervised=False
@@ -50,6 +53,7 @@ def test_a_server_is_named_by_process_port_or_model():
     assert chosen("10", [ONE, OTHER]) == chosen("8000", [ONE, OTHER]) == chosen(None, [ONE]) == ONE
     assert chosen("gateway", [ONE, OTHER, GATEWAY]) == chosen("8080", [ONE, OTHER, GATEWAY]) == GATEWAY
     assert chosen("8001", [ONE, OTHER]) == chosen("draft", [ONE, OTHER]) == OTHER
+    assert chosen("smol", [ONE, NAMED]) == chosen("chat", [ONE, NAMED]) == chosen("/models/smol", [ONE, NAMED]) == NAMED
     for which, found, said in (
         ("qwen3:4b", [ONE, OTHER], "There are 2 such servers: 10, 11"),
         (None, [ONE, OTHER], "There are 2 such servers: 10, 11"),
@@ -60,6 +64,13 @@ def test_a_server_is_named_by_process_port_or_model():
     ):
         with pytest.raises(ConfigError, match=said):
             chosen(which, found)
+
+
+def test_ps_shows_the_names_that_a_server_was_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(ps, "local_servers", lambda: [NAMED])
+    assert ps.command() == 0 and "  /models/smol as chat, other  " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
