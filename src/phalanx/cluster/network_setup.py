@@ -30,7 +30,7 @@ from phalanx.cluster.links import (
 )
 from phalanx.cluster.network import Cable, Node, Steps, matrix
 from phalanx.cluster.plans import Plan, new_credentials, specs
-from phalanx.cluster.ssh import Remote, on_all
+from phalanx.cluster.ssh import Remote, from_all, on_all
 from phalanx.cluster.supervisor import Stopped, SupervisorStarted
 from phalanx.config import AGENT_PORT
 from phalanx.dist.topology import Topology
@@ -56,12 +56,12 @@ async def facts_of(remotes: Sequence[Remote]) -> dict[str, HostFacts]:
     """Ask all hosts for their facts.
 
     Raises:
-        ClusterError: a host does not answer.
+        ClusterError: hosts do not answer; names each.
     """
     names = Hostfile(hosts=tuple(Host(ssh=remote.name) for remote in remotes))
     requests = wanted(names, backend="auto", running=True)
-    answers = await asyncio.gather(
-        *(remote.call("facts", one, Examination) for remote, one in zip(remotes, requests, strict=True))
+    answers = await from_all(
+        remote.call("facts", one, Examination) for remote, one in zip(remotes, requests, strict=True)
     )
     return {remote.name: answer.facts for remote, answer in zip(remotes, answers, strict=True)}
 

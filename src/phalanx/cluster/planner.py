@@ -5,7 +5,6 @@ Does not know how a host measures itself (`survey.py`), nor what a plan's speed 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
@@ -13,7 +12,7 @@ from msgspec.structs import replace
 
 from phalanx.cluster.hostfile_parser import Host, Hostfile
 from phalanx.cluster.network_setup import Pair, measure_pairs
-from phalanx.cluster.ssh import Remote
+from phalanx.cluster.ssh import Remote, from_all
 from phalanx.cluster.survey import GroupSpeed, HostShape, HostSpeed, RankShare, ShapeRequest, SpeedRequest
 from phalanx.dist.topology import Topology
 from phalanx.errors import ClusterError, ConfigError
@@ -66,15 +65,15 @@ async def make_plans(request: PlanRequest) -> Planned:
     """All plans, in the order of their numbers of ranks.
 
     Raises:
-        ClusterError: a host does not answer, lacks the model, or cannot measure itself.
+        ClusterError: hosts do not answer, lack the model, or cannot measure themselves; names each.
         ConfigError: hosts have different models.
     """
     named = request.hostfile.hosts if request.hostfile is not None else (Host(ssh=THIS_MACHINE),)
     remotes = [Remote(host.ssh, python=request.python) for host in named]
     most = len(named) if len(named) > 1 else request.ranks_here
     asked = ShapeRequest(model=request.model, max_degree=most, guard_gb=request.guard_gb)
-    answers = await asyncio.gather(
-        *(remote.call("plan-shape", asked, HostShape, timeout_s=SHAPE_S, whole=True) for remote in remotes)
+    answers = await from_all(
+        remote.call("plan-shape", asked, HostShape, timeout_s=SHAPE_S, whole=True) for remote in remotes
     )
     shapes = {remote.name: answer for remote, answer in zip(remotes, answers, strict=True)}
     shape = replace(_same_shape(shapes), name=request.model)
@@ -122,7 +121,7 @@ async def _speeds(
         )  # fmt: skip
         return await remote.call("plan-speed", wanted, HostSpeed, timeout_s=SPEED_S)
 
-    answers = await asyncio.gather(*map(ask, remotes))
+    answers = await from_all(map(ask, remotes))
     return {remote.name: answer for remote, answer in zip(remotes, answers, strict=True)}
 
 

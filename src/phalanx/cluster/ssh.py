@@ -13,7 +13,7 @@ import contextlib
 import shlex
 import socket
 import sys
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -349,4 +349,26 @@ async def on_all(
         if isinstance(result, BaseException) and not isinstance(result, ClusterError):
             raise result
         answers[remote.name] = result
+    return answers
+
+
+async def from_all(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """The answers of several hosts to calls that run in parallel. Waits for all of them.
+
+    Raises:
+        ClusterError: one or more failed; names each of their hosts.
+    """
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    answers: list[T] = []
+    failed: list[ClusterError] = []
+    for result in results:
+        if isinstance(result, ClusterError):
+            failed.append(result)
+        elif isinstance(result, BaseException):
+            raise result
+        else:
+            answers.append(result)
+    if failed:
+        remedies = dict.fromkeys(error.remedy for error in failed)
+        raise ClusterError("\n".join(error.message for error in failed), remedy=" ".join(remedies))
     return answers

@@ -30,10 +30,13 @@ class World:
         self.free = {"a": 64.0, "b": 64.0, "localhost": 64.0}
         self.link = LinkSpeed(median_us=100.0, p99_us=200.0, gbit_per_s=10.0)
         self.problem = ""
+        self.dead: set[str] = set()
 
     def remote(self, name: str, *, python: str = "") -> Any:
         async def call(verb: str, request: Any, kind: type, **_: Any) -> Any:
             self.asked.append((name, request))
+            if name in self.dead:
+                raise ClusterError(f"{name}: gone", remedy="Mend it.")
             if isinstance(request, ShapeRequest):
                 found = host(name, self.free[name])
                 return HostShape(
@@ -67,6 +70,13 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 def planned(**kwargs: Any):
     return asyncio.run(make_plans(PlanRequest(model="m", **kwargs)))
+
+
+def test_every_host_that_does_not_answer_is_named(world: World) -> None:
+    world.dead = {"a", "b"}
+    with pytest.raises(ClusterError) as failed:
+        asyncio.run(make_plans(PlanRequest(model="m", hostfile=HOSTS)))
+    assert (failed.value.message, failed.value.remedy) == ("a: gone\nb: gone", "Mend it.")
 
 
 def test_this_machine_is_asked_for_the_shares_and_groups_of_its_plans(world: World):

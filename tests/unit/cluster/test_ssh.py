@@ -9,6 +9,7 @@ import pytest
 
 from phalanx.cluster import ssh
 from phalanx.cluster.host_status import HostStatus
+from phalanx.cluster.network_setup import facts_of
 from phalanx.cluster.ssh import ANSWER, Remote
 from phalanx.errors import ClusterError
 
@@ -16,8 +17,8 @@ from phalanx.errors import ClusterError
 class Liar(Remote):
     """A host on which a program of its own answers."""
 
-    def __init__(self, script: str) -> None:
-        super().__init__("liar")
+    def __init__(self, script: str, name: str = "liar") -> None:
+        super().__init__(name)
         self._script = script
 
     def command(self, *words: str, agent: bool = False) -> list[str]:
@@ -42,6 +43,18 @@ def test_a_terminal_gets_no_commands():
 def test_other_answers_are_errors(line):
     with pytest.raises(ClusterError, match="liar answers in another way than this phalanx expects"):
         asyncio.run(answering(line).call("status", {}, HostStatus))
+
+
+def test_every_host_that_does_not_answer_is_named():
+    dead = [Liar(f"import sys; sys.exit('gone: {name}')", name) for name in ("a", "b")]
+    with pytest.raises(ClusterError) as failed:
+        asyncio.run(facts_of([*dead, Liar("print()", "c")]))
+    assert [line.partition(":")[0] for line in failed.value.message.splitlines()] == ["a", "b", "c"]
+    assert "gone: a\nb: " in failed.value.message
+    assert failed.value.remedy.count("ssh b ") == 1
+    with pytest.raises(ClusterError) as alone:
+        asyncio.run(facts_of(dead[:1]))
+    assert "\n" not in alone.value.message and alone.value.message.endswith("gone: a")
 
 
 def test_an_answer_without_end_takes_no_memory(monkeypatch):
