@@ -118,8 +118,8 @@ def test_an_error_that_the_ranks_find_stands_once_however_many_have_it(flags: li
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--tp", "3"], "model cannot be split over 3 ranks: it has 8 attention heads and 4 key-value heads"),
-        (["--tp", "16"], "model cannot be split over 16 ranks: it has 8 attention heads and 4 key-value heads"),
+        (["--tp", "3"], "--tp 3: demo has 8 attention heads and 4 key-value heads, which 3 does not divide."),
+        (["--tp", "16"], "--tp 16: demo has 8 attention heads and 4 key-value heads, which 16 does not divide."),
         (["--pp", "16"], "--pp 16 needs a model of 16 layers at least; this one has 8."),
         (["--max-model-len", "99999"], "--max-model-len 99999 is beyond the model's own context of 4096 tokens."),
         (["--tp", "2", "--kv-cache-gb", "90000"], "--kv-cache-gb 90000 for each of 2 ranks is more than this machine"),

@@ -352,5 +352,5 @@ def test_config_json_alone_refuses_no_split_that_the_model_has(family: str) -> N
     except ModelUnsupported:
         degrees = [1]
     for ranks in degrees:
-        check_limits(EngineConfig(model="m", tensor_parallel_size=(ranks,)), config, family)
-    check_limits(EngineConfig(model="m", pipeline_parallel_size=len(getattr(model, "layers", [0]))), config, family)
+        check_limits(EngineConfig(model="m", tensor_parallel_size=(ranks,)), config)
+    check_limits(EngineConfig(model="m", pipeline_parallel_size=len(getattr(model, "layers", [0]))), config)

@@ -19,17 +19,14 @@ SPLIT_OTHERWISE = frozenset({"baichuan_m1", "exaone", "recurrent_gemma"})
 """Model types that can be split over numbers of ranks which do not divide their heads."""
 
 
-def check_limits(config: EngineConfig, model: Mapping[str, Any], name: str) -> None:
+def check_limits(config: EngineConfig, model: Mapping[str, Any]) -> None:
     """Compare the flags with a model's config.json.
 
-    Args:
-        name: of the model, for messages.
-
     Raises:
-        ModelUnsupported: a stage's ranks do not divide the model's heads; lists numbers that do.
+        ModelUnsupported: a stage's ranks do not divide the model's heads; names the flag, and numbers that do.
         ConfigError: there are more stages than layers, or the context is longer than the model's own.
     """
-    _check_heads(config, model, name)
+    _check_heads(config, model)
     if (n_layers := _number(model, "num_hidden_layers")) is not None:
         check_layers(config.pipeline_parallel_size, n_layers)
     check_context(config.max_model_len, own_context(model))
@@ -53,10 +50,12 @@ def check_context(wanted: int | None, own: int | None) -> None:
         )
 
 
-def _check_heads(config: EngineConfig, model: Mapping[str, Any], name: str) -> None:
+def _check_heads(config: EngineConfig, model: Mapping[str, Any]) -> None:
     heads, kv_heads = _number(model, "num_attention_heads"), _number(model, "num_key_value_heads")
     if heads is None or model.get("model_type") in SPLIT_OTHERWISE:
         return
+    tp = config.tensor_parallel_size
+    given = str(tp) if isinstance(tp, int) else ",".join(map(str, tp))
     kinds = f"{heads} attention heads" + (f" and {kv_heads} key-value heads" if kv_heads not in (None, heads) else "")
     for ranks in config.widths:
         divides = heads % ranks == 0 and (kv_heads is None or kv_heads % ranks == 0 or ranks % kv_heads == 0)
@@ -64,8 +63,8 @@ def _check_heads(config: EngineConfig, model: Mapping[str, Any], name: str) -> N
             common = gcd(heads, kv_heads or heads)
             possible = [str(n) for n in range(1, min(common, MAX_RANKS) + 1) if common % n == 0]
             raise ModelUnsupported(
-                f"{name} cannot be split over {ranks} ranks: it has {kinds}, which {ranks} does not divide.",
-                remedy=f"Serve it with --tp {' or '.join(filter(None, (', '.join(possible[:-1]), possible[-1])))}.",
+                f"--tp {given}: {config.model} has {kinds}, which {ranks} does not divide.",
+                remedy=f"Use --tp {' or '.join(filter(None, (', '.join(possible[:-1]), possible[-1])))}.",
             )
 
 

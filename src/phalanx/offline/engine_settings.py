@@ -68,7 +68,7 @@ def check_start(config: EngineConfig, path: Path, *, is_here: bool = True) -> No
         model = read_json(path / "config.json")
     except (FileNotFoundError, ModelError):
         return
-    check_limits(config, model, path.name)
+    check_limits(config, model)
 
 
 def _check_kv_cache(config: EngineConfig, kv_cache_gb: float) -> None:

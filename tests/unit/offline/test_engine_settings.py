@@ -34,13 +34,9 @@ def settings(*widths: int, pp: int = 1, length: int | None = None, kv: float | N
 @pytest.mark.parametrize(
     ("config", "kind", "said", "remedy"),
     [
-        (
-            settings(8),
-            ModelUnsupported,
-            "m cannot be split over 8 ranks: it has 12 attention heads and ",
-            "1, 2 or 4.",
-        ),
-        (settings(2, 5, pp=2), ModelUnsupported, "m cannot be split over 5 ranks: ", "--tp 1, 2 or 4."),
+        (settings(8), ModelUnsupported, "--tp 8: m has 12 attention heads and ", "Use --tp 1, 2 or 4."),
+        (settings(2, 5, 2, pp=3), ModelUnsupported, "--tp 2,5,2: m has 12 attention heads and ", "Use --tp 1, 2 or 4."),
+        (settings(2, 5, pp=2), ModelUnsupported, "--tp 2,5: m has 12 attention heads and ", "Use --tp 1, 2 or 4."),
         (settings(pp=7), ConfigError, "--pp 7 needs a model of 7 layers at least; this one has 6.", "--pp 6 or less"),
         (
             settings(length=2049),
