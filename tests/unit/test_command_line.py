@@ -104,6 +104,20 @@ def test_hints_name_flags_that_serve_has() -> None:
     assert named <= serve_flags() | {"--replicas"}
 
 
+@pytest.mark.parametrize("words", [["gateway", "--policy", "random"], ["serve", "--log-level", "random"]])
+def test_a_wrong_choice_is_told_the_right_ones_alone(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == ExitCode.USAGE
+    said = " ".join(capsys.readouterr().err.replace("│", "").split())
+    assert f"Invalid value for '{words[1]}': 'random' is not one of '" in said
+
+
+def test_a_number_of_replicas_is_told_where_it_belongs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gateway", "--replicas", "2"]) == ExitCode.USAGE
+    said = " ".join(capsys.readouterr().err.replace("│", "").split())
+    assert "file '2' does not exist." in said
+    assert "--worker-urls takes their addresses, and `phalanx up --replicas N` starts N of them." in said
+
+
 def test_values_that_look_like_flags_are_values(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "-p", "--gpu", "--seed", "x"]) == ExitCode.USAGE
     said = capsys.readouterr().err

@@ -23,6 +23,9 @@ from phalanx.server.settings.server_settings import ServerConfig
 
 NAME_COLUMN = 32  # of help: longer names stand on lines of their own
 AFTER_DASHES = "phalanx up HOSTFILE -- MODEL"
+REPLICAS_OF_GATEWAY = (
+    "The file lists replicas; --worker-urls takes their addresses, and `phalanx up --replicas N` starts N of them."
+)
 
 
 class Command(TyperCommand):
@@ -56,7 +59,13 @@ class Command(TyperCommand):
             except ConfigError as error:
                 report(error)
                 raise typer.Exit(ExitCode.USAGE) from None
-        rest: list[str] = super().parse_args(ctx, args)
+        try:
+            rest: list[str] = super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")  # pydantic's, by which typer checks choices
+            if (error.param.name if error.param else "", self.name) == ("replicas", "gateway"):
+                error.message += f" {REPLICAS_OF_GATEWAY}"
+            raise
         return rest
 
     def _check(self, ctx: Any, words: Sequence[str]) -> None:

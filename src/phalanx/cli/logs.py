@@ -35,7 +35,7 @@ def command(
         typer.Option(**whole(0), help="Of this rank's host alone; with --replica, of its rank.", show_default="all"),
     ] = None,
     replica: Annotated[str | None, typer.Option(help="Of this replica's hosts alone.", show_default="all")] = None,
-    lines: Annotated[int, typer.Option("--lines", **whole(0), help="Of each log, to begin with.")] = 50,
+    lines: Annotated[int, typer.Option("--lines", "--tail", "-n", **whole(0), help="Of each log, at first.")] = 50,
     python: Python = "",
 ) -> int:
     """Show what servers, agents, ranks and the gateway have logged since the last `up`, also after their end."""

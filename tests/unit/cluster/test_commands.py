@@ -207,6 +207,18 @@ def test_whose_logs_are_shown(words, names, gateway, group, monkeypatch, tmp_pat
     assert seen[1:] == seen[:1] == [(names, LogRequest(lines=50, follow=False, gateway=gateway, group=group))]
 
 
+@pytest.mark.parametrize("flag", [("--lines", "5"), ("--tail", "5"), ("-n", "5"), ("-n5",)])
+def test_the_number_of_lines_of_a_log_has_the_names_of_other_programs(flag, monkeypatch):
+    seen: list[int] = []
+
+    async def read_logs(remotes, request, show):
+        seen.append(request.lines)
+        return []
+
+    monkeypatch.setattr(logs, "read_logs", read_logs)
+    assert main(["logs", "--hosts", "a", *flag]) == 0 and seen == [5]
+
+
 def test_the_gateways_log_is_of_no_replica(capsys):
     for words in (["--replica", "1"], ["--rank", "0"]):
         assert main(["logs", "--hosts", "a", "gateway", *words]) == ExitCode.CONFIG
