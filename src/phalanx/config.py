@@ -8,11 +8,13 @@ and is the flag's help. `cli/setting_flags.py` makes the flags of every command 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
 from phalanx.environment import GUARD_VARIABLES
+from phalanx.errors import ConfigError
 from phalanx.speculation_config import SpeculativeConfig
 
 DEFAULT_MODEL = "demo"
@@ -26,6 +28,8 @@ Backend = Literal["ring", "mpi", "jaccl", "jaccl-ring", "nccl"]
 BackendChoice = Literal["auto", Backend]
 Collective = Literal["auto", "star", "ring"]
 ActivationDtype = Literal["model", "float32", "float16", "bfloat16"]
+PREFIX_CACHE_DISK_GB = 10.0
+"""The default of --prefix-cache-disk-gb."""
 MAX_RANKS = 16
 """Largest group; the attention heads of no model divide among more ranks."""
 NONCE_BITS = 48
@@ -120,7 +124,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     prefix_cache_dir: Annotated[str | None, Flag("Memory", metavar="DIR")] = None
     """Keep prefixes on disk as well, so that they survive a restart: in this directory on each host, for this server
     alone. Prompts and answers lie there in clear, readable by this user only."""
-    prefix_cache_disk_gb: Annotated[Size, Flag("Memory")] = 10.0
+    prefix_cache_disk_gb: Annotated[Size | None, Flag("Memory", default=f"{PREFIX_CACHE_DISK_GB:g}")] = None
     """GiB of disk that a rank uses for them."""
     verify_restores: Annotated[bool, Flag("Memory")] = False
     """Compute the last 256 tokens of every prefix from disk again: one that differs by more than rounding is deleted,
@@ -238,3 +242,20 @@ class ClusterConfig(Struct, frozen=True, kw_only=True):
     """TCP port of the agents."""
     envs: tuple[str, ...] = ()
     """`NAME=value`, for every rank."""
+
+
+def check_disk_flags(given: Collection[str]) -> None:
+    """Refuse flags for prefixes on disk without a directory for them.
+
+    Args:
+        given: names of flags.
+
+    Raises:
+        ConfigError: names the flag.
+    """
+    for flag in ("--prefix-cache-disk-gb", "--verify-restores"):
+        if flag in given and "--prefix-cache-dir" not in given:
+            raise ConfigError(
+                f"{flag} is for prefixes on disk, and there is no --prefix-cache-dir.",
+                remedy=f"Add --prefix-cache-dir DIR, or leave {flag} out.",
+            )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 
@@ -159,6 +160,26 @@ def test_two_servers_one_directory_and_keys_that_are_removed(tmp_path):
 
     asyncio.run(first())
     assert asyncio.run(second()) == [0, 0, 0, 512]
+
+
+def test_a_directory_that_is_deleted_turns_it_off_with_one_warning(tmp_path, capfd):
+    path, cache = make_model("llama", tmp_path / "llama"), tmp_path / "cache"
+
+    async def main() -> None:
+        async with running(config_for(path, prefix_cache_dir=str(cache))) as driver:
+            (tokens,) = await driver.generate(ask("a", turn([], 0), 4))
+            await written(driver, 2)
+            shutil.rmtree(cache)
+            for name in ("b", "c", "d"):
+                await driver.generate(ask(name, turn([ord(name)], 0), 4))
+            assert await driver.generate(ask("again", turn([], 0), 4)) == [tokens]
+            assert len(driver.finished) == 5
+
+    asyncio.run(main())
+    assert not cache.exists()
+    said = capfd.readouterr().err
+    assert said.count("the prefix cache on disk is off until the next start: rank 0: ") == 1
+    assert f"{cache}/rank-0 was deleted" in said
 
 
 def test_another_precision_starts_empty(tmp_path):

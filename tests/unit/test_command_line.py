@@ -170,6 +170,14 @@ def test_a_last_flag_without_its_value_is_refused_before_a_host_is_asked(
     assert f"{flag} after `--` has no value." in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["--verify-restores"], ["--prefix-cache-disk-gb=10"]])
+def test_flags_for_prefixes_on_disk_need_a_directory_before_a_host_is_asked(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["up", "--hosts", "a,b", "--", "demo", *words]) == ExitCode.CONFIG
+    assert "is for prefixes on disk, and there is no --prefix-cache-dir.\n  Add" in capsys.readouterr().err
+
+
 def test_a_hostfile_that_is_not_there_is_taken_for_no_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["up", "no-such-hosts.json"]) == ExitCode.CONFIG
     told = capsys.readouterr().err

@@ -109,13 +109,16 @@ ENGINE_FLAGS: list[tuple[list[str], str, Any]] = [
     (["--kv-cache-gb", "1.5"], "kv_cache_gb", 1.5),
     (["--prefix-cache-gb", "0.5"], "prefix_cache_gb", 0.5),
     (["--prefix-cache-dir", "/cache"], "prefix_cache_dir", "/cache"),
-    (["--prefix-cache-disk-gb", "50"], "prefix_cache_disk_gb", 50.0),
-    (["--verify-restores"], "verify_restores", True),
     (["--no-prefix-caching"], "prefix_cache_gb", 0.0),
     (["--no-enable-prefix-caching"], "prefix_cache_gb", 0.0),
     (["--memory-guard-gb", "0"], "memory_guard_gb", 0.0),
     (["--no-wired-limit"], "wired_limit", False),
     (["--trace", "plans.jsonl"], "trace", "plans.jsonl"),
+]
+
+DISK_FLAGS: list[tuple[list[str], str, Any]] = [
+    (["--prefix-cache-disk-gb", "50"], "prefix_cache_disk_gb", 50.0),
+    (["--verify-restores"], "verify_restores", True),
 ]
 
 GROUP_FLAGS: list[tuple[list[str], str, Any]] = [
@@ -176,6 +179,12 @@ SERVER_FLAGS: list[tuple[list[str], str, Any]] = [
 def test_engine_flag(parsed: list[ServerConfig], flags: list[str], field: str, value: Any) -> None:
     assert main(["serve", *flags]) == 0
     assert asdict(parsed[0].engine) == {**asdict(DEFAULT.engine), field: value}
+
+
+@pytest.mark.parametrize(("flags", "field", "value"), DISK_FLAGS)
+def test_disk_flag(parsed: list[ServerConfig], flags: list[str], field: str, value: Any) -> None:
+    assert main(["serve", "--prefix-cache-dir", "/cache", *flags]) == 0
+    assert asdict(parsed[0].engine) == {**asdict(DEFAULT.engine), "prefix_cache_dir": "/cache", field: value}
 
 
 @pytest.mark.parametrize("name", ["--tp", "-tp", "--tensor-parallel-size"])
@@ -251,7 +260,8 @@ def test_forms_of_calls_have_known_names(parsed: list[ServerConfig], flag: str) 
 
 def test_every_setting_has_a_flag() -> None:
     """A setting that cannot be set, or a flag nobody tested, shows here."""
-    assert {field for _, field, _ in ENGINE_FLAGS + GROUP_FLAGS + STAGE_FLAGS} == set(EngineConfig.__struct_fields__)
+    flags = ENGINE_FLAGS + DISK_FLAGS + GROUP_FLAGS + STAGE_FLAGS
+    assert {field for _, field, _ in flags} == set(EngineConfig.__struct_fields__)
     tested = {field for _, field, _ in SERVER_FLAGS} | {"chat_template", "engine", "ssl_certfile", "ssl_keyfile"}
     assert tested == set(ServerConfig.__struct_fields__)
 
@@ -387,6 +397,8 @@ def test_usage_errors_name_flag_and_value(
             ["--max-num-batched-tokens 8", "--max-num-seqs 16"],
         ),
         (["--no-prefix-caching", "--prefix-cache-gb", "1"], ["--no-prefix-caching", "--prefix-cache-gb 1"]),
+        (["--verify-restores"], ["--verify-restores", "no --prefix-cache-dir", "leave --verify-restores out"]),
+        (["--prefix-cache-disk-gb", "10"], ["--prefix-cache-disk-gb", "Add --prefix-cache-dir DIR"]),
         (["--api-key", " "], ["--api-key"]),
         (["--admin-key", ""], ["--admin-key", "empty"]),
         (["--admin-key", "schlüssel"], ["--admin-key", "ASCII"]),

@@ -44,7 +44,7 @@ from phalanx.cluster.network_setup import addressed
 from phalanx.cluster.plans import LOGS, Plan, check, split_keys
 from phalanx.cluster.shape import shape_of
 from phalanx.cluster.ssh import Remote
-from phalanx.config import AGENT_PORT, BackendChoice, ClusterConfig, EngineConfig
+from phalanx.config import AGENT_PORT, BackendChoice, ClusterConfig, EngineConfig, check_disk_flags
 from phalanx.environment import (
     ADMIN_KEY_VARIABLE,
     GATEWAY_ADMIN_KEY_VARIABLE,
@@ -103,6 +103,7 @@ def command(
     words, of_gateway = split_flags(after) if replicas > 1 else (after, ())
     words, is_auto = without_auto(words)
     check_serve_words(words)
+    check_disk_flags({word.partition("=")[0] for word in words})
     serve, keys = split_keys(words or ("demo",))
     serve, admin_keys = split_flag(serve, "--admin-key")
     flags, clients_keys = split_keys(of_gateway)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from phalanx.config import GIB, EngineConfig
+from phalanx.config import GIB, PREFIX_CACHE_DISK_GB, EngineConfig
 from phalanx.engine.link import LeaderLink, SingleRank, WorkerLink
 from phalanx.errors import ConfigError
 from phalanx.model.disk_blocks import BlockLayout, DiskBlocks
@@ -86,7 +86,8 @@ def open_store(
             f"--prefix-cache-dir: {folder} on {link.host} cannot be written: {error.strerror}.",
             remedy="Make room there, or name another directory.",
         ) from error
-    return OpenedStore(store, store.blocks, *_limits(config.prefix_cache_disk_gb, everyone))
+    disk_gb = PREFIX_CACHE_DISK_GB if config.prefix_cache_disk_gb is None else config.prefix_cache_disk_gb
+    return OpenedStore(store, store.blocks, *_limits(disk_gb, everyone))
 
 
 def serve_blocks(

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from phalanx import memory
-from phalanx.config import GIB, MAX_RANKS, EngineConfig
+from phalanx.config import GIB, MAX_RANKS, EngineConfig, check_disk_flags
 from phalanx.dist.fault_injection import parse
 from phalanx.dist.gpus import usable_gpus
 from phalanx.errors import ConfigError, MemoryShortage, ModelError
@@ -37,6 +37,12 @@ def check_engine(config: EngineConfig) -> EngineConfig:
             remedy=f"Use --max-num-batched-tokens {config.max_num_seqs} or more.",
         )
     _check_stages(config)
+    given = {
+        "--prefix-cache-dir": config.prefix_cache_dir is not None,
+        "--prefix-cache-disk-gb": config.prefix_cache_disk_gb is not None,
+        "--verify-restores": config.verify_restores,
+    }
+    check_disk_flags([flag for flag, is_given in given.items() if is_given])
     if config.trace is not None:
         check_trace(Path(config.trace))
     if config.inject is not None and (rank := parse(config.inject).rank) >= config.n_ranks:

@@ -2,13 +2,15 @@
 
 Slots of dropped blocks are reused, so a file never exceeds its number of slots, and compaction is never needed. A block
 is written and synced before the index names it, and the index drops it before its slot is reused: a process killed at
-any byte leaves only whole or unnamed blocks. A checksum per block detects other damage. One thread writes; another may
-read meanwhile. Does not know the content of blocks.
+any byte leaves only whole or unnamed blocks. A checksum per block detects other damage. Where a file was deleted, the
+next write fails and gives its space back. One thread writes; another may read meanwhile. Does not know the content of
+blocks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import heapq
 import os
@@ -161,6 +163,7 @@ class PrefixStore:
         heapq.heappush(self._free[put.block.ending], put.slot)
 
     def _append(self, *new: Record) -> None:
+        self._check_files()
         data = b"".join(encode(record) for record in new)
         try:
             _write_at(self._log, memoryview(data), None)
@@ -168,6 +171,14 @@ class PrefixStore:
             os.ftruncate(self._log, self._log_bytes)  # behind half a record nothing would be read
             raise
         self._log_bytes += len(data)
+
+    def _check_files(self) -> None:
+        """Raise an error if a file was deleted, which would be written in vain and keep its space until the end."""
+        if all(os.fstat(file).st_nlink for file in (*self._files, self._log)):
+            return
+        for file in self._files:
+            os.ftruncate(file, 0)
+        raise FileNotFoundError(errno.ENOENT, f"{self._folder} was deleted")
 
     def _read_log(self, identity: str) -> int:
         """Read the index, or begin a new one. Returns its length."""

@@ -227,6 +227,20 @@ def test_what_is_recorded_behind_half_a_record_counts(tmp_path, monkeypatch):
     again.close()
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_was_deleted_is_written_no_more_and_gives_its_space_back(tmp_path, name):
+    store = open_store(tmp_path / "rank")
+    put(store, 1, 5)
+    (tmp_path / "rank" / name).unlink()
+    for write in (lambda: put(store, 2), lambda: store.drop([name_of(1)])):
+        with pytest.raises(OSError, match=r"/rank was deleted"):
+            write()
+    assert [os.fstat(file).st_size for file in store._files] == [0, 0]
+    store.use([name_of(5)])
+    assert right(store, range(9)) == set()
+    store.close()
+
+
 @pytest.mark.parametrize("kills", [12, pytest.param(200, marks=pytest.mark.soak)])
 def test_a_process_that_is_killed_at_any_moment_leaves_whole_blocks(tmp_path, kills):
     folder, rnd, begun = tmp_path / "rank", random.Random(kills), 10
