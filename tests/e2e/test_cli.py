@@ -158,6 +158,31 @@ def test_a_good_start_writes_few_lines_and_ready_last() -> None:
     assert rest == ""
 
 
+def test_bench_measures_a_server_compares_it_with_itself_and_reports_both(tmp_path: Path) -> None:
+    server = PrivateServer("demo", ["--port", "0", *SMALL])
+    try:
+        server.wait_ready(print)
+        load = ["--num-prompts", "3", "--random-input-len", "40", "--random-output-len", "8", "--max-concurrency", "2"]
+        kept = ["--save-result", "--result-dir", str(tmp_path), "--result-filename"]
+        served = phalanx("bench", "serve", "--base-url", server.url, *load, *kept, "one.json")
+        assert served.returncode == 0, served.stderr
+        compared = phalanx(
+            "bench", "compare", server.url, f"again={server.url}", "--rounds", "2", *load, *kept, "2.json"
+        )
+        assert compared.returncode == 0, compared.stderr
+    finally:
+        server.stop()
+    found = json.loads((tmp_path / "one.json").read_text())
+    assert (found["completed"], found["failures"]) == (3, {})
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (3 * 40, 3 * 8)
+    assert found["median_e2el_ms"] >= found["median_ttft_ms"] > 0
+    both = json.loads((tmp_path / "2.json").read_text())
+    assert {len(side["rounds"]) for side in both["servers"].values()} == {2} and both["ratios"]["output_throughput"]
+    files = [str(tmp_path / name) for name in ("one.json", "2.json")]
+    assert phalanx("bench", "report", *files, "-o", str(tmp_path / "page.html")).returncode == 0
+    assert "A / again" in (tmp_path / "page.html").read_text()
+
+
 def test_chat_with_a_private_server_leaves_nothing_behind(model: Path) -> None:
     asked = ["chat", str(model), "--temperature", "0", "--max-tokens", "6", "--", *SMALL]
     ended = phalanx(*asked, stdin="hello\n/quit\n")

@@ -29,7 +29,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, *arrivals: list[float]) -> tuple[
             show_piece("a ")
         return TimedExchange(
             sent=0.0, arrivals=tuple(at), text="a " * len(at), finish_reason="stop", prompt_tokens=1,
-            completion_tokens=len(at),
+            completion_tokens=len(at), ended=at[-1],
         )  # fmt: skip
 
     console = Console(highlight=False, soft_wrap=True, record=True)

@@ -57,6 +57,7 @@ class TimedExchange(Struct, frozen=True, kw_only=True):
     completion_tokens: int | None
     sent: float
     arrivals: tuple[float, ...]  # of chunks with text, in order
+    ended: float
     timing: dict[str, float] | None = None  # phalanx's `timing` extension, if the server sent it
 
     @property
@@ -66,11 +67,16 @@ class TimedExchange(Struct, frozen=True, kw_only=True):
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean seconds per token after the first."""
+        """Mean seconds per token after the first, to the stream's end: the last tokens may have no text."""
         n = self.completion_tokens or len(self.arrivals)
         if not self.arrivals or n < 2:
             return None
-        return (self.arrivals[-1] - self.arrivals[0]) / (n - 1)
+        return (self.ended - self.arrivals[0]) / (n - 1)
+
+    @property
+    def e2el_s(self) -> float:
+        """Seconds from sending the request to the stream's end."""
+        return self.ended - self.sent
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -285,6 +291,7 @@ class _Record:
             completion_tokens=self._usage.completion_tokens,
             sent=self._sent,
             arrivals=tuple(self._arrivals),
+            ended=time.monotonic(),
             timing=self._timing,
         )
 

@@ -1,17 +1,19 @@
-"""Generates load on an OpenAI-compatible server with a closed loop of streaming clients, and measures latencies.
+"""Generates load on an OpenAI-compatible server with streaming clients, and measures latencies.
 
-In a closed loop, each of `concurrency` clients sends its next request when its last one has ended, so the load follows
-the server's speed. Percentiles interpolate linearly between order statistics (numpy's default, Hyndman and Fan's type
-7).
+Requests are due at given times, or as soon as one of a number of clients is free: in a closed loop each client sends
+its next request when its last one has ended, so the load follows the server's speed. Percentiles interpolate linearly
+between order statistics (numpy's default, Hyndman and Fan's type 7).
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import random
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import httpx
@@ -20,6 +22,8 @@ from msgspec import Struct
 from phalanx.bench.http_client import RequestFailed, TimedExchange, stream_chat
 
 PERCENTILES = (50, 95, 99)
+
+Outcome = TimedExchange | RequestFailed
 
 
 class OfferedLoad(Struct, frozen=True):
@@ -63,13 +67,49 @@ class Distribution(Struct, frozen=True, kw_only=True):
 
     n: int
     mean: float
-    std: float
-    percentiles: dict[int, float]
+    median: float
+    std: float  # of the sample as a whole, as numpy's
+    percentiles: dict[float, float]
 
     def json(self, name: str) -> dict[str, float]:
-        """`vllm bench serve`'s keys: mean_ttft_ms, std_ttft_ms, median_ttft_ms, p95_ttft_ms, ..."""
-        keys = {f"p{q}_{name}_ms": value for q, value in self.percentiles.items()}
-        return {f"mean_{name}_ms": self.mean, f"std_{name}_ms": self.std, **keys}
+        """`vllm bench serve`'s keys: mean_ttft_ms, median_ttft_ms, std_ttft_ms, p95_ttft_ms, p99.9_ttft_ms, ..."""
+        keys = {f"p{q:g}_{name}_ms": value for q, value in self.percentiles.items()}
+        return {f"mean_{name}_ms": self.mean, f"median_{name}_ms": self.median, f"std_{name}_ms": self.std, **keys}
+
+
+async def offer(
+    client: httpx.AsyncClient,
+    bodies: Sequence[Mapping[str, Any]],
+    due: Sequence[float],
+    max_concurrency: int | None,
+    on_end: Callable[[int, Outcome], None],
+    *,
+    path: str = "/chat/completions",
+) -> None:
+    """Send every body once. A failed request is an outcome, and is not raised.
+
+    Cancelled, it closes the streams under way, which have no outcome then.
+
+    Args:
+        due: seconds from now at which each is sent, or later.
+        max_concurrency: requests under way; None is no limit.
+        on_end: gets the number of a request and what became of it.
+    """
+    free_clients = asyncio.Semaphore(max_concurrency or max(1, len(bodies)))  # in the order in which requests came
+    begun = time.monotonic()
+
+    async def send(number: int, body: Mapping[str, Any], due_s: float) -> None:
+        await asyncio.sleep(begun + due_s - time.monotonic())
+        async with free_clients:
+            try:
+                outcome: Outcome = await stream_chat(client, body, path=path)
+            except RequestFailed as error:
+                outcome = error
+        on_end(number, outcome)
+
+    async with asyncio.TaskGroup() as group:
+        for number, (body, due_s) in enumerate(zip(bodies, due, strict=True)):
+            group.create_task(send(number, body, due_s))
 
 
 async def closed_loop(
@@ -85,24 +125,38 @@ async def closed_loop(
     Args:
         ramp_s: seconds between the starts of two clients.
     """
-    exchanges: dict[int, TimedExchange] = {}
-    failures: list[str] = []
-    remaining = iter(list(enumerate(bodies)))
-
-    async def client_loop(delay: float) -> None:
-        await asyncio.sleep(delay)
-        for index, body in remaining:  # all clients share the iterator
-            try:
-                exchanges[index] = await stream_chat(client, body, path=path)
-            except RequestFailed as error:
-                failures.append(str(error))
-
+    outcomes: dict[int, Outcome] = {}
+    due = [ramp_s * min(number, concurrency - 1) for number in range(len(bodies))]
     start = time.monotonic()
-    async with asyncio.TaskGroup() as group:
-        for i in range(min(concurrency, len(bodies))):
-            group.create_task(client_loop(i * ramp_s))
-    ordered = tuple(exchanges[index] for index in sorted(exchanges))
-    return OfferedLoad(ordered, tuple(failures), time.monotonic() - start)
+    await offer(client, bodies, due, concurrency, outcomes.__setitem__, path=path)
+    return offered(outcomes, time.monotonic() - start)
+
+
+def offered(outcomes: Mapping[int, Outcome], wall_s: float) -> OfferedLoad:
+    """The result of a load, of what became of its requests."""
+    ordered = [outcomes[number] for number in sorted(outcomes)]
+    exchanges = tuple(outcome for outcome in ordered if isinstance(outcome, TimedExchange))
+    failures = tuple(str(outcome) for outcome in ordered if isinstance(outcome, RequestFailed))
+    return OfferedLoad(exchanges, failures, wall_s)
+
+
+def arrival_times(n: int, per_s: float, burstiness: float, seed: int) -> list[float]:
+    """When n requests are due, in seconds, as in `vllm bench serve`.
+
+    Intervals follow a gamma distribution of this shape: 1 is a Poisson process, less comes in bursts, infinity is a
+    clock. All are scaled so that the last request is due after n / per_s.
+
+    Args:
+        per_s: mean rate; infinity: all are due at once.
+    """
+    if math.isinf(per_s):
+        return [0.0] * n
+    draw = random.Random(seed)
+    regular = math.isinf(burstiness)
+    gaps = [1.0 if regular else draw.gammavariate(burstiness, 1 / burstiness) for _ in range(n)]
+    times = list(accumulate(gaps))
+    scale = n / per_s / times[-1] if times[-1] > 0 else 0.0  # very bursty: all gaps may be too small to tell from 0
+    return [scale * at for at in times]
 
 
 def ttft(load: OfferedLoad) -> Distribution:
@@ -110,18 +164,14 @@ def ttft(load: OfferedLoad) -> Distribution:
     return distribution([e.ttft_s for e in load.exchanges if e.ttft_s is not None])
 
 
-def tpot(load: OfferedLoad) -> Distribution:
-    """Mean time per token after the first, one value per answer."""
-    return distribution([e.tpot_s for e in load.exchanges if e.tpot_s is not None])
-
-
-def distribution(seconds: Sequence[float], percentiles: Sequence[int] = PERCENTILES) -> Distribution:
+def distribution(seconds: Sequence[float], percentiles: Sequence[float] = PERCENTILES) -> Distribution:
     """The distribution of a sample in seconds; all values are nan for an empty one."""
     values = sorted(1000.0 * value for value in seconds)
     return Distribution(
         n=len(values),
         mean=statistics.fmean(values) if values else math.nan,
-        std=statistics.stdev(values) if len(values) > 1 else 0.0,
+        median=percentile(values, 50),
+        std=statistics.pstdev(values) if values else math.nan,
         percentiles={q: percentile(values, q) for q in percentiles},
     )
 

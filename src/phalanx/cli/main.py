@@ -46,6 +46,7 @@ COMMANDS = {
     "ps": "The servers and gateways that run on this machine.",
     "stop": "End a server or a gateway of this machine.",
     "top": "What a server or a gateway does, live in this terminal.",
+    "bench": "Measure a running server, compare two, report.",
     "explain": "Why a request took so long, and why its prompt was computed again.",
     "model": "Bring a model to the hosts of a cluster.",
     "credentials": "Make the keys of a cluster's hosts, where units start it.",

@@ -62,16 +62,17 @@ def test_an_answer_without_text_has_no_times() -> None:
 
 def test_tokens_are_counted_by_usage_and_not_by_chunks() -> None:
     exchange = TimedExchange(
-        text="ab", finish_reason="stop", prompt_tokens=1, completion_tokens=5, sent=0.0, arrivals=(1.0, 3.0)
+        text="ab", finish_reason="stop", prompt_tokens=1, completion_tokens=5, sent=0.5, arrivals=(1.0, 2.0), ended=3.0
     )
-    assert exchange.tpot_s == 0.5
+    assert exchange.tpot_s == 0.5  # to the stream's end, since the last tokens may have no text
+    assert (exchange.ttft_s, exchange.e2el_s) == (0.5, 2.5)
     assert exchange.tokens_per_s == 2.0
 
 
 def test_the_speed_is_the_servers_own_if_it_sent_timing() -> None:
     exchange = TimedExchange(
         text="ab", finish_reason="stop", prompt_tokens=1, completion_tokens=9, sent=0.0, arrivals=(1.0, 1.1),
-        timing={"tpot": 0.25},
+        ended=1.1, timing={"tpot": 0.25},
     )  # fmt: skip
     assert exchange.tokens_per_s == 4.0
 
