@@ -23,6 +23,15 @@ class Fault(Struct, frozen=True, kw_only=True):
 
 
 FAULTS: tuple[Fault, ...] = (
+    # Links between stages: before faults whose words their reasons may have -------------------------------------------
+    Fault(
+        name="stage-link",
+        pattern=r"rank \d+ on \S+ to rank \d+ on \S+: (the frame|a frame's header|frames of another|the connection)",
+        example="rank 0: FrameLost: rank 1 on b to rank 0 on a: the connection broke: Connection reset by peer.",
+        cause="A connection between two stages broke, was late, or delivered bytes that were not sent.",
+        remedy="Nothing wrong was answered. Run `phalanx net test`; replace the cable it names, or look at the log of "
+        "the sending rank (`phalanx logs --rank N`).",
+    ),
     # RDMA over Thunderbolt ------------------------------------------------------------------------------------------
     Fault(
         name="rdma-bridge-up",
@@ -311,6 +320,20 @@ FAULTS: tuple[Fault, ...] = (
         example="rank 0: CollectiveFault: step 12: the all-reduce is wrong at layers.3.mlp (checksum or tag) on rank 1",
         cause="An all-reduce delivered data that no rank sent: a bad cable, a driver's fault, or another job's ranks.",
         remedy="Nothing wrong was answered. Run `phalanx net test`; replace the cable it names, or use --backend ring.",
+    ),
+    Fault(
+        name="link-loses",
+        pattern=r"of [\d,]+ TCP segments were sent again",
+        example="rank 0 on a, rank 1 on b: 40 of 2,000 TCP segments were sent again.",
+        cause="The connection between these two hosts loses packets: a bad cable, port or switch, or Wi-Fi.",
+        remedy="Run `phalanx net test`; replace the cable, or move it to another port. Wi-Fi does not do.",
+    ),
+    Fault(
+        name="link-slow",
+        pattern=r"took [\d.]+ ms for a round trip( at best|.*it should be wired)",
+        example="rank 0 on a, rank 1 on b: took 5.2 ms for a round trip at best.",
+        cause="The connection between these two hosts is slow: Wi-Fi, a VPN, or a way through a router.",
+        remedy="Run `phalanx net test`; give `ips` of a wired network in the hostfile.",
     ),
     Fault(
         name="model-missing",

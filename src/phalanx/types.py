@@ -120,6 +120,19 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     identity: str = ""  # a hash of what decides the logits: the model's files, software, kernels, device, ranks
 
 
+class LinkStats(Struct, frozen=True, kw_only=True):
+    """A rank's end of a connection to another rank, cumulative since the engine started. None: this end cannot tell."""
+
+    peer: int  # the other rank
+    carries: Literal["plans", "hidden states"]
+    frames: int | None = None  # received
+    bytes: int | None = None  # received in them
+    waited_s: float | None = None  # inside steps, for frames to arrive
+    round_trip_us: int | None = None  # the least of the last minutes
+    segments: int | None = None  # of TCP, with data, that this end sent
+    resent: int | None = None  # segments that this end sent again
+
+
 class RankStats(Struct, frozen=True, kw_only=True):
     """Statistics of one rank, cumulative since the engine started unless named otherwise."""
 
@@ -134,6 +147,7 @@ class RankStats(Struct, frozen=True, kw_only=True):
     active_bytes: int = 0  # MLX active memory
     peak_bytes: int = 0
     rss_bytes: int = 0
+    links: list[LinkStats] = []
 
 
 class SpecStats(Struct, frozen=True, kw_only=True):

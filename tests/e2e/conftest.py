@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 from support.models import make_model
+from support.pages import Looked, looking
+from support.scripted_model import tokenizer_of
 from support.serving import CONFIG, SETTINGS, Running, fake_engine, make_tokenizer, running_server
 
 from phalanx import LLM
@@ -64,3 +66,16 @@ def server(request: pytest.FixtureRequest) -> Running:
     """Both, one after the other."""
     running: Running = request.getfixturevalue(f"{request.param}_server")
     return running
+
+
+@pytest.fixture
+def look() -> Iterator[Callable[..., Looked]]:
+    """Opens pages in a real browser."""
+    with looking() as look:
+        yield look
+
+
+@pytest.fixture(scope="session")
+def hermes(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Of a model that reasons, and calls tools in JSON between marks."""
+    return tokenizer_of("hermes", tmp_path_factory.mktemp("hermes"))

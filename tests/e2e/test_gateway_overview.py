@@ -16,6 +16,8 @@ from support.serving import CONFIG, fake_engine, make_tokenizer, running_server
 from support.stub_replica import StubReplica, streaming
 from support.token_replica import Fault, TokenReplica
 
+from phalanx.gateway.settings.key_limits import KeyLimits
+from phalanx.gateway.settings.keys_file import NamedKey
 from phalanx.supervision.fake_engine import replying
 
 KEYS = ("mine-1234", "yours-567")
@@ -65,6 +67,26 @@ def test_a_key_sees_its_own_and_the_gateways_admin_key_all() -> None:
             for key, n in ((KEYS[0], 1), (KEYS[1], 0), ("gateway-admin", 1)):
                 client._headers = {"Authorization": f"Bearer {key}"}
                 assert len(rows(await parts(client, lambda found: "server" in found))) == n
+
+    run(scenario())
+
+
+def test_the_stream_of_a_key_that_is_taken_out_of_the_file_ends() -> None:
+    named = [NamedKey(name=name, key=f"{name}-1234", limits=KeyLimits()) for name in ("mine", "yours")]
+
+    async def scenario() -> None:
+        async with (
+            StubReplica(streaming(2)) as stub,
+            gateway(stub.url, key="other-123", api_key=("other-123",)) as client,
+        ):
+            client.gateway._clients.set_named(named)
+            client._headers = {"Authorization": "Bearer mine-1234"}
+            async with client.request("GET", "/v1/overview/events") as answer:
+                assert (await answer.content.readline()).startswith(b"event: snapshot")
+                client.gateway._clients.set_named(named[1:])
+                await answer.content.read()  # to the end
+            async with client.request("GET", "/v1/overview/events") as answer:
+                assert answer.status == 401
 
     run(scenario())
 

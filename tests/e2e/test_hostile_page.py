@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.pages import VIEWS, Looked, ask, looking, saying
-from support.scripted_model import tokenizer_of
+from support.pages import VIEWS, ask, saying, stand_in
 
 pytestmark = pytest.mark.full
 ALLOWED = set(
@@ -16,17 +13,6 @@ ALLOWED = set(
     "TEXTAREA DETAILS SUMMARY SELECT OPTION INPUT TIME CODE PRE EM DEL A HR BR BLOCKQUOTE NOSCRIPT".split()
 )
 """Elements that the page makes."""
-
-
-@pytest.fixture
-def look() -> Iterator[Callable[..., Looked]]:
-    with looking() as look:
-        yield look
-
-
-@pytest.fixture(scope="module")
-def hermes(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return tokenizer_of("hermes", tmp_path_factory.mktemp("hermes"))
 
 
 SEEDS = (
@@ -59,6 +45,8 @@ def snapshot(text: str, kind: str) -> dict[str, Any]:
         "running": 1, "waiting": 0, "policy": text, "model_type": text, "dtype": text, "quantization": text,
         "kernels": text, "context": 9, "ranks": 2, "stages": 2, "backend": text, "drafts": text,
         "progress": {"phase": text, "done": 1, "total": 2},
+        "measured": {"tokens_per_second": text, "ttft_seconds": 0.5, "requests": text},
+        "predicted": {"tokens_per_second": 5.0, "ttft_seconds": text},
     }  # fmt: skip
     ranks = [
         {
@@ -72,39 +60,20 @@ def snapshot(text: str, kind: str) -> dict[str, Any]:
             "resident": 2,
         }
     ]
+    link = {
+        "name": text, "carries": text, "latency_us": 5.0, "gb_per_s": 1.0, "messages": 3, "bytes": 4, "segments": 5,
+        "waited_seconds": 0.5, "resent": 6, "faults": 7, "problem": text, "remedy": f"{text} `{text}`",
+    }  # fmt: skip
     replica = {"name": text, "state": text, "reason": text, "models": [text], "in_flight": 1, "others": 1, "limit": 2}
     return {
         "server": server,
         f"hosts/{text}": {"ranks": ranks},
         f"replicas/{text}": replica,
-        "links": [{"name": text, "latency_us": 5.0}],
+        "links": [link, {"name": text, "carries": text, "faults": 0}],
+        "self_test": [{"name": text, "latency_us": 5.0}],
         f"requests/{text}": row,
         "events/1": {"at": 1.0, "what": text, "cause": text, "did": text, "remedy": f"{text} `{text}`"},
     }
-
-
-def stand_in(page: Any, parts: Callable[[], dict[str, Any]], answer: Callable[[], str]) -> None:
-    """Answer the page's requests in the server's place."""
-    life = lambda text: {"id": text, "story": [text], "state": text, "model": text, "endpoint": text}  # noqa: E731
-
-    def handle(route: Any) -> None:
-        url, text = route.request.url, answer()
-        if "/overview/events" in url:
-            route.fulfill(content_type="text/event-stream", body=f"event: snapshot\ndata: {json.dumps(parts())}\n\n")
-        elif url.endswith("/v1/models"):
-            route.fulfill(json={"data": [{"id": text}]})
-        elif "/v1/requests/" in url:
-            route.fulfill(json=life(text))
-        else:
-            pieces = [
-                {"choices": [{"delta": {"reasoning_content": text}}]},
-                {"choices": [{"delta": {"content": text}}]},
-                {"error": {"message": text}},
-            ]
-            body = "".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces)
-            route.fulfill(content_type="text/event-stream", headers={"x-request-id": "req_1"}, body=body)
-
-    page.route("**/v1/**", handle)
 
 
 @pytest.mark.parametrize("kind", ["server", "gateway"])

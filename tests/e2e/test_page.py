@@ -1,10 +1,10 @@
-"""The page in a real browser: chats, keys, restarts, a gateway whose replica fails, keyboard, contrast, three sizes."""
+"""The page in a real browser: chats, keys, restarts, a gateway whose replica fails."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,25 +13,11 @@ import pytest
 from msgspec.structs import replace
 from processes import SUSPICIOUS, Process, are_up, gateway, process, stub, wait_until
 from support.gateways import running_gateway
-from support.pages import VIEWS, Looked, ask, looking, saying
-from support.scripted_model import tokenizer_of
+from support.pages import ask, saying, stand_in
 from support.serving import CONFIG, fake_engine, make_tokenizer, running_server
 
-AXE = Path(__file__).parents[2] / ".venv" / "axe" / "axe.min.js"
 SMALL = ("--memory-guard-gb", "0.2", "--kv-cache-gb", "0.1", "--log-level", "warning")
-SIZES = {"desktop": (1440, 900), "tablet": (820, 1100), "phone": (390, 844)}
 pytestmark = pytest.mark.full
-
-
-@pytest.fixture
-def look() -> Iterator[Callable[..., Looked]]:
-    with looking() as look:
-        yield look
-
-
-@pytest.fixture(scope="module")
-def hermes(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return tokenizer_of("hermes", tmp_path_factory.mktemp("hermes"))
 
 
 @contextmanager
@@ -115,6 +101,39 @@ def test_a_wrong_key_and_then_the_right_one(look: Any, hermes: Any) -> None:
         ask(looked, "hello")
         looked.until_text(".message.model .prose", "let in")
         assert page.evaluate("Object.keys(localStorage).every((name) => !localStorage[name].includes('right-key'))")
+
+
+def test_a_key_that_changes_while_the_page_looks_on_is_asked_for_again(look: Any, hermes: Any) -> None:
+    with ExitStack() as stack:
+        first = stack.enter_context(ExitStack())
+        server = first.enter_context(saying(hermes, "one", api_key=("old-key",)))
+        looked = look(server.origin)
+        page = looked.page
+        page.fill("#key", "old-key")
+        page.press("#key", "Enter")
+        looked.until_text("#state", "tiny")
+        first.close()
+        looked.until_text("#state", "no connection")
+        port = int(server.origin.rpartition(":")[2])
+        stack.enter_context(saying(hermes, "two", api_key=("new-key",), port=port))
+        page.wait_for_selector("#key-dialog[open]")
+        looked.until_text("#key-wrong", "Incorrect API key")
+        page.fill("#key", "new-key")
+        page.press("#key", "Enter")
+        looked.until_text("#state", "tiny")
+        ask(looked, "hello")
+        looked.until_text(".message.model .prose", "two")
+
+
+def test_a_page_that_may_not_watch_says_why(look: Any, hermes: Any) -> None:
+    full = {"error": {"message": "64 pages watch already."}}
+    with saying(hermes, "yes") as server:
+        looked = look(f"{server.origin}/?first")
+        looked.page.route("**/v1/overview/events", lambda route: route.fulfill(status=429, json=full))
+        looked.page.goto(f"{server.origin}/?second")
+        looked.until_text("#state", "64 pages watch already.")
+        ask(looked, "hello")
+        looked.until_text(".message.model .prose", "yes")
 
 
 # What the machines do -----------------------------------------------------------------------------------------------
@@ -226,6 +245,8 @@ def test_a_group_of_two_ranks_of_which_one_is_killed(look: Any, tmp_path: Path) 
         page.evaluate("location.hash = 'now'")
         looked.until_text("#view-now", "2 ranks")
         looked.until_text("#view-now", "all-reduce of 1 MiB")
+        looked.until_text("#view-now .links", "ranks 0, 1all-reducesgood")
+        looked.until_text("#view-now .links", "ranks 0, 1plansgood")
         looked.until_text("#view-now .legend", "Kept prefixes on disk")
         ranks = "#view-now .hosts tbody tr"
         assert page.locator(f"{ranks} td:first-child").all_inner_texts() == ["0", "1"]
@@ -239,48 +260,66 @@ def test_a_group_of_two_ranks_of_which_one_is_killed(look: Any, tmp_path: Path) 
         looked.until_text(".message.model:last-child .note", "token")
 
 
-# For everybody ------------------------------------------------------------------------------------------------------
+def overview(**server: Any) -> dict[str, Any]:
+    """A group of two stages on two hosts, of which one link is bad."""
+    problem = "rank 0: FrameLost: rank 1 on b to rank 0 on a: the connection broke: Connection reset by peer."
+    return {
+        "server": {
+            "kind": "server", "version": "0", "models": ["tiny"], "phase": "ready", "reason": "", "restarts": 1,
+            "limit": 16, "running": 0, "waiting": 0, "ranks": 2, "stages": 2, "backend": "none", **server,
+        },
+        "links": [
+            {
+                "name": "rank 0 on a, rank 1 on b", "carries": "hidden states", "messages": 40, "bytes": 5 << 20,
+                "waited_seconds": 1.5, "faults": 1, "problem": problem, "remedy": "Run `phalanx net test`.",
+            },
+            {
+                "name": "rank 0 on a, rank 1 on b", "carries": "plans", "latency_us": 212, "resent": 3,
+                "segments": 9000, "faults": 0,
+            },
+        ],
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", SIZES)
-def test_nobody_is_kept_out_and_nothing_sticks_out(look: Any, hermes: Any, size: str, scheme: str) -> None:
-    if not AXE.exists():
-        pytest.skip("axe-core is not there: make rig, with npm")
-    width, height = SIZES[size]
-    answer = (
-        "## A title\n\n1. one\n2. two\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```py\nprint('a long line' * 30)\n```\n"
-    )
-    with saying(hermes, f"<think>so</think>{answer}") as server:
-        engine: Any = server.engine
-        looked = look(server.origin, viewport={"width": width, "height": height}, color_scheme=scheme, bypass_csp=True)
-        page = looked.page
-        ask(looked, "show me")
-        looked.until_text(".message.model .note", "token")
-        server.call(lambda: engine.crash("rank 1 was killed by signal 9"))
-        server.call(engine.recover)
-        looked.until_text("#state", "tiny")
-        for view in VIEWS:
-            page.evaluate(f"location.hash = '{view}'")
-            looked.until(f"() => document.querySelector('#view-{view}').textContent.length > 20")
-            if view == "now":
-                looked.until_text("#view-now", "Rows")  # known again after the restart
-            page.evaluate(AXE.read_text())
-            found = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")
-            serious = [
-                (one["id"], [node["html"] for node in one["nodes"]])
-                for one in found["violations"]
-                if one["impact"] in ("serious", "critical")
-            ]
-            assert serious == [], view
-            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), view
-
-
-def test_the_first_paint_is_not_kept_waiting_by_anything_else(look: Any, hermes: Any) -> None:
+def test_a_bad_link_is_first_with_its_remedy_and_what_is_not_measured_is_left_out(look: Any, hermes: Any) -> None:
     with saying(hermes, "yes") as server:
-        looked = look(server.origin)
-        looked.until("() => performance.getEntriesByName('first-contentful-paint').length")
-        found = looked.page.evaluate(
-            "performance.getEntriesByType('resource').map((one) => new URL(one.name).pathname)"
+        looked = look(f"{server.origin}/?first")
+        stand_in(looked.page, overview, lambda: "yes")
+        looked.page.goto(f"{server.origin}/?second#now")
+        looked.until_text("#view-now .links .events", "the connection broke")
+        assert looked.page.inner_text("#view-now .links .remedy code") == "phalanx net test"
+        head = looked.page.locator("#view-now .links th").all_inner_texts()
+        assert head == ["Between", "Carries", "State", "Time", "Messages", "Received", "Waited", "Sent again", "Faults"]
+        bad, good = (
+            row.locator("td").all_inner_texts() for row in looked.page.locator("#view-now .links tbody tr").all()
         )
-        assert all(path.startswith(("/page/", "/v1/")) for path in found)
+        assert bad[1:] == ["hidden states", "faulty", "–", "40", "5.0 MiB", "1.5 s", "–", "1"]
+        assert good[1:] == ["plans", "good", "212 µs", "–", "–", "–", "3 of 9,000", "0"]
+
+
+@pytest.mark.parametrize(
+    ("server", "shown"),
+    [
+        ({}, None),
+        ({"predicted": {"tokens_per_second": 30.0, "ttft_seconds": 0.4}}, "predicted 30.0"),
+        ({"measured": {"tokens_per_second": 24.55, "ttft_seconds": 0.5, "requests": 7}}, "24.6 (median of 7)"),
+        (
+            {
+                "measured": {"tokens_per_second": 24.55, "ttft_seconds": 0.5, "requests": 7},
+                "predicted": {"tokens_per_second": 30.0, "ttft_seconds": 0.4},
+            },
+            "24.6 (median of 7), predicted 30.0",
+        ),
+    ],
+)
+def test_what_a_plan_predicted_stands_beside_what_was_measured(
+    look: Any, hermes: Any, server: dict[str, Any], shown: str | None
+) -> None:
+    with saying(hermes, "yes") as running:
+        looked = look(f"{running.origin}/?first")
+        stand_in(looked.page, lambda: overview(**server), lambda: "yes")
+        looked.page.goto(f"{running.origin}/?second#now")
+        looked.until_text("#view-now", "Rows")
+        facts = dict(fact.split("\n", 1) for fact in looked.page.locator("#view-now .facts .fact").all_inner_texts())
+        assert facts.get("Tokens/s of a request") == shown
+        assert ("First token after" in facts) == (shown is not None)

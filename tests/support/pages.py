@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,3 +76,27 @@ def ask(looked: Looked, text: str) -> None:
     """Type a message and send it."""
     looked.page.fill("#question", text)
     looked.page.press("#question", "Enter")
+
+
+def stand_in(page: Any, parts: Callable[[], dict[str, Any]], answer: Callable[[], str]) -> None:
+    """Answer the page's requests in the server's place."""
+    life = lambda text: {"id": text, "story": [text], "state": text, "model": text, "endpoint": text}  # noqa: E731
+
+    def handle(route: Any) -> None:
+        url, text = route.request.url, answer()
+        if "/overview/events" in url:
+            route.fulfill(content_type="text/event-stream", body=f"event: snapshot\ndata: {json.dumps(parts())}\n\n")
+        elif url.endswith("/v1/models"):
+            route.fulfill(json={"data": [{"id": text}]})
+        elif "/v1/requests/" in url:
+            route.fulfill(json=life(text))
+        else:
+            pieces = [
+                {"choices": [{"delta": {"reasoning_content": text}}]},
+                {"choices": [{"delta": {"content": text}}]},
+                {"error": {"message": text}},
+            ]
+            body = "".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces)
+            route.fulfill(content_type="text/event-stream", headers={"x-request-id": "req_1"}, body=body)
+
+    page.route("**/v1/**", handle)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import httpx
 import msgspec
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 
 from phalanx.bench.http_client import open_client
@@ -27,6 +27,11 @@ from phalanx.errors import ConfigError, ExitCode
 SILENCE_S = 25.0  # the server says at least every ten seconds that the stream goes on
 EVENT_BYTES = 8 << 20  # of one event; a thousand requests have some 400 KB
 WRONG_KEY = (401, 403)
+RETRY_S = 1.0  # until a server that went away is asked again
+
+
+class ServerGone(ConfigError):
+    """The server cannot be reached, or the connection broke."""
 
 
 def command(
@@ -49,14 +54,49 @@ async def _show(base: str, key: str | None, certificate: Path | None) -> int:
     is_live = sys.stdout.isatty() and not is_dumb()
     size = shutil.get_terminal_size()
     console = Console(width=None if is_live else size.columns)
-    async with aclosing(_overviews(base, key, certificate)) as overviews:
-        if not is_live:
-            console.print(TopView(await anext(overviews), None))
-            return ExitCode.OK
-        with Live(console=console, screen=True, auto_refresh=False) as live:
+    if not is_live:
+        async with aclosing(_overviews(base, key, certificate)) as overviews:
             async for parts in overviews:
-                live.update(TopView(parts, console.height), refresh=True)
-    raise ConfigError(f"{base} has ended the stream.", remedy="It is shutting down, or was restarted.")
+                console.print(_drawn(base, TopView(parts, None), console))
+                return ExitCode.OK
+        raise ConfigError(f"{base} has ended the stream.", remedy="It is shutting down: try again.")
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        await _follow(live, base, key, certificate)
+    return ExitCode.OK
+
+
+async def _follow(live: Live, base: str, key: str | None, certificate: Path | None) -> None:
+    """Show a server until Ctrl-C; one that goes away after it answered is shown as gone until it is back.
+
+    Raises:
+        ConfigError: it never answered, or what answers now is none of phalanx, or refuses the key.
+    """
+    parts: dict[str, Any] | None = None
+    while True:
+        try:
+            async with aclosing(_overviews(base, key, certificate)) as overviews:
+                async for parts in overviews:
+                    live.update(_drawn(base, TopView(parts, live.console.height), live.console), refresh=True)
+        except ServerGone:
+            if parts is None:
+                raise
+        if parts is None:
+            raise ConfigError(f"{base} has ended the stream.", remedy="It is shutting down: try again.")
+        gone = TopView(parts, live.console.height, "no connection, trying again")
+        live.update(_drawn(base, gone, live.console), refresh=True)
+        await asyncio.sleep(RETRY_S)
+
+
+def _drawn(base: str, view: TopView, console: Console) -> Group:
+    """The view's lines.
+
+    Raises:
+        ConfigError: the server's parts are not those of phalanx.
+    """
+    try:
+        return Group(*view.lines(console, console.width))
+    except (LookupError, ArithmeticError, TypeError, ValueError, AttributeError) as error:
+        raise _no_phalanx(base, error) from error
 
 
 async def _overviews(base: str, key: str | None, certificate: Path | None) -> AsyncGenerator[dict[str, Any]]:
@@ -80,11 +120,17 @@ async def _overviews(base: str, key: str | None, certificate: Path | None) -> As
                     )
                 async for parts in _parts(answer):
                     yield parts
-    except (httpx.HTTPError, msgspec.DecodeError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{base} does not answer as phalanx does: {str(error) or type(error).__name__}.",
-            remedy="Give the address that `phalanx serve` or `phalanx gateway` printed.",
-        ) from error
+    except httpx.TransportError as error:
+        raise _no_phalanx(base, error, ServerGone) from error
+    except (httpx.HTTPError, msgspec.DecodeError, TypeError, AttributeError, LookupError) as error:
+        raise _no_phalanx(base, error) from error
+
+
+def _no_phalanx(base: str, error: Exception, kind: type[ConfigError] = ConfigError) -> ConfigError:
+    return kind(
+        f"{base} does not answer as phalanx does: {str(error) or type(error).__name__}.",
+        remedy="Give the address that `phalanx serve` or `phalanx gateway` printed.",
+    )
 
 
 async def _parts(answer: httpx.Response) -> AsyncGenerator[dict[str, Any]]:

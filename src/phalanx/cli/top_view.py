@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console
 from rich.text import Text
 
 from phalanx.cli.fitting_table import FittingTable
@@ -17,6 +17,7 @@ COLOURS = {
     "paused": "yellow", "client left": "yellow", "draining": "yellow",
 }  # fmt: skip
 ID_CHARS = 16
+MAX_LINKS = 6  # shown, if no more are bad
 Parts = Mapping[str, Any]
 
 
@@ -26,27 +27,32 @@ class TopView:
     Args:
         parts: name -> what the server says of it; see `http/overview_stream.py`.
         height: lines at most; None: as many as there are.
+        problem: why this is not the newest state; "": it is.
     """
 
-    def __init__(self, parts: Parts, height: int | None) -> None:
+    def __init__(self, parts: Parts, height: int | None, problem: str = "") -> None:
         self._parts = parts
         self._height = height
+        self._problem = problem
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        width = options.max_width
-        lines = [line for line in self._lines(console, width) if line is not None]
-        for line in lines if self._height is None else lines[: self._height]:
+    def lines(self, console: Console, width: int) -> list[Text]:
+        """The lines, one for each of the terminal's.
+
+        Raises:
+            LookupError, ArithmeticError, TypeError, ValueError, AttributeError: the parts are not those of phalanx.
+        """
+        lines = list(self._lines(console, width))[: self._height]
+        for line in lines:
             line.truncate(width, overflow="ellipsis")
             line.no_wrap = True
-            yield line
+        return lines
 
     def _lines(self, console: Console, width: int) -> Iterator[Text]:
-        yield from _wrapped(_server(self._parts.get("server", {})), width)
+        yield from _wrapped([*_server(self._parts.get("server", {})), Text(self._problem, "red")], width)
         yield from self._fault(width)
         for name, host in _below(self._parts, "hosts"):
             yield from _wrapped(_host(name, host), width)
-        replicas, requests = _replicas(self._parts), _requests(self._parts)
-        for table in (replicas, requests):
+        for table in (_links(self._parts), _replicas(self._parts), _requests(self._parts)):
             if table is not None:
                 yield Text()
                 yield from table.lines(console, width)
@@ -73,11 +79,21 @@ def _server(server: Mapping[str, Any]) -> list[Text]:
         facts.append(Text(f"{server.get('waiting')} waiting"))
     if "prefix_hit_rate" in server:
         facts.append(Text(f"{server['prefix_hit_rate']:.0%} of prompts cached"))
+    facts += _speed(server)
     if server.get("ranks"):
         facts.append(Text(f"{server['ranks']} ranks" if server["ranks"] > 1 else "1 rank"))
     if server.get("reason"):
         facts.append(Text(_said(server["reason"]), "red"))
     return facts
+
+
+def _speed(server: Mapping[str, Any]) -> Iterator[Text]:
+    """Tokens a second and the time to the first one: of the last requests, and as a plan predicted it."""
+    of = {name: server.get(name) or {} for name in ("measured", "predicted")}
+    for key, label, digits in (("tokens_per_second", "tok/s", 1), ("ttft_seconds", "s to the first token", 2)):
+        known = [f"{found[key]:,.{digits}f} {label} {name}" for name, found in of.items() if found.get(key) is not None]
+        if known:
+            yield Text(", ".join(known))
 
 
 def _host(name: str, host: Mapping[str, Any]) -> list[Text]:
@@ -95,6 +111,36 @@ def _host(name: str, host: Mapping[str, Any]) -> list[Text]:
             Text(f"free {_size(max(0, memory['available'] - memory['guard']))} of {_size(memory['total'])}"),
         ]
     return facts
+
+
+def _links(parts: Parts) -> FittingTable | None:
+    """Bad links with their remedies, and others as far as they leave room for the rest."""
+    if not (found := parts.get("links")):
+        return None
+    table = FittingTable(
+        "LINK", "CARRIES", "TIME", "BANDWIDTH", "MESSAGES", "RECEIVED", "WAITED", "RESENT", "FAULTS", "WHY",
+        keys=("LINK", "CARRIES"), texts=("WHY",),
+    )  # fmt: skip
+    bad = [link for link in found if link.get("problem")]
+    for link in [*bad, *[link for link in found if not link.get("problem")][: max(0, MAX_LINKS - len(bad))]]:
+        why = Text(" ".join(_said(link[key]) for key in ("problem", "remedy") if link.get(key)), "red")
+        table.add_row(*(Text(_said(link.get(key))) for key in ("name", "carries")), *_figures(link), why)
+    return table
+
+
+def _figures(link: Mapping[str, Any]) -> Iterator[Text]:
+    """What is known of a link; a dash for what is not."""
+    shown: dict[str, Callable[[Any], str]] = {
+        "latency_us": lambda us: f"{us / 1000:.2f} ms",
+        "gb_per_s": lambda speed: f"{speed:.2f} GB/s",
+        "messages": lambda n: f"{n:,}",
+        "bytes": _size,
+        "waited_seconds": lambda seconds: f"{seconds:.1f} s",
+        "resent": lambda n: f"{n:,}/{link.get('segments', 0):,}",
+        "faults": str,
+    }
+    for key, said in shown.items():
+        yield Text("-" if link.get(key) is None else said(link[key]))
 
 
 def _replicas(parts: Parts) -> FittingTable | None:

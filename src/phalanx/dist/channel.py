@@ -19,6 +19,7 @@ from phalanx.dist.peers import Identity, Notice, Payload, PeerFailure, WatchdogL
 from phalanx.dist.watchdog import Peer, Watchdog, exit_on_failure
 from phalanx.errors import ExitCode, PeerLate, PeerLost
 from phalanx.tls.host_credentials import Credentials
+from phalanx.types import LinkStats
 
 __all__ = ["Identity", "LeaderChannel", "OnFailure", "PeerFailure", "WatchdogLimits", "WorkerChannel"]
 
@@ -39,6 +40,13 @@ class _Channel:
     def wakeups(self) -> int:
         """Rounds of the watchdog's loop, the only thing that an idle rank runs: a few per second."""
         return self._watchdog.wakeups
+
+    def links(self) -> list[LinkStats]:
+        """This end's figures of the connections to its peers."""
+        return [
+            peer.connection.with_figures(LinkStats(peer=peer.identity.rank, carries="plans"))
+            for peer in self._watchdog.peers
+        ]
 
     def serving(self) -> None:
         """Apply `silence_s` from now on instead of `loading_silence_s`.

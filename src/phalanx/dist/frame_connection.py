@@ -14,8 +14,10 @@ import time
 
 from phalanx.dist.frames import MAX_FRAME, Splitter
 from phalanx.dist.peers import Message, decode
+from phalanx.dist.tcp_figures import with_tcp_figures
 from phalanx.errors import FrameError
 from phalanx.tls.session import TlsSession
+from phalanx.types import LinkStats
 
 _PIECE = 1 << 16  # bytes per system call; larger ones cost a memory mapping each
 _PIECES = 16  # per read at most, so that one peer does not keep the others waiting
@@ -56,6 +58,10 @@ class FrameConnection:
     def established(self) -> bool:
         """Whether messages may be sent: a TLS handshake, if there is one, is over."""
         return self._tls is None or self._tls.established
+
+    def with_figures(self, stats: LinkStats) -> LinkStats:
+        """The connection's figures with those of the kernel."""
+        return with_tcp_figures(stats, self._socket)
 
     def trust(self, limit: int = MAX_FRAME) -> None:
         """Accept messages of up to `limit` bytes from now on. Called once the other end is known."""

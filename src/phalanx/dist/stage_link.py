@@ -25,10 +25,12 @@ from phalanx.dist.awake_clock import AwakeClock
 from phalanx.dist.ports import free_ports
 from phalanx.dist.sender_acceptor import WELCOME, SenderAcceptor, close
 from phalanx.dist.stage_frames import HEADER_BYTES, Frame, FrameSequence, Payload, encode
+from phalanx.dist.tcp_figures import with_tcp_figures
 from phalanx.dist.topology import Topology
 from phalanx.errors import FrameLost, GroupError, PeerMissing, PhalanxError
 from phalanx.tls.failures import predicate_of
 from phalanx.tls.host_credentials import Credentials, accepting, connecting
+from phalanx.types import LinkStats
 
 log = logging.getLogger("phalanx.channel")
 
@@ -58,16 +60,19 @@ class StageReceiver:
 
     Args:
         name: of both ends, for errors.
+        peer: the sender's rank.
         clock: for deadlines of frames; it stands still while this process is stopped.
     """
 
-    def __init__(self, connected: socket.socket, name: str, clock: AwakeClock | None = None) -> None:
+    def __init__(self, connected: socket.socket, name: str, *, peer: int, clock: AwakeClock | None = None) -> None:
         self._clock = clock or AwakeClock(STOPPED_S)
         self._socket = connected
         self._name = name
+        self._peer = peer
         self._sequence = FrameSequence(name)
         self._changed = threading.Condition()
         self._n_expected = 0  # announced frames that have not begun
+        self._n_frames = self._n_bytes = 0  # received
         self._arrived: queue.SimpleQueue[bytearray | PhalanxError] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="stage receiver", daemon=True).start()
 
@@ -100,6 +105,13 @@ class StageReceiver:
                 raise found
             return found
 
+    def stats(self, waited_s: float) -> LinkStats:
+        """This end's figures. `waited_s`: see `LinkStats`."""
+        stats = LinkStats(
+            peer=self._peer, carries="hidden states", frames=self._n_frames, bytes=self._n_bytes, waited_s=waited_s
+        )
+        return with_tcp_figures(stats, self._socket)
+
     def close(self) -> None:
         """End the connection."""
         close(self._socket)
@@ -115,6 +127,8 @@ class StageReceiver:
                 payload = self._read(n_bytes)
                 with self._changed:
                     self._sequence.end(payload)
+                self._n_frames += 1
+                self._n_bytes += HEADER_BYTES + n_bytes
                 self._arrived.put(payload)
         except PhalanxError as error:
             self._arrived.put(error)
@@ -143,12 +157,14 @@ class StageSender:
 
     Args:
         name: of both ends, for errors.
+        peer: the receiver's rank.
         tamper: injects faults.
     """
 
-    def __init__(self, connected: socket.socket, name: str, tamper: Tamper | None = None) -> None:
+    def __init__(self, connected: socket.socket, name: str, *, peer: int, tamper: Tamper | None = None) -> None:
         self._socket = connected
         self._name = name
+        self._peer = peer
         self._tamper = tamper
         self._waiting: queue.Queue[tuple[Frame, Payload] | bytes] = queue.Queue(SENT_AHEAD)  # frames, or a rest
         self._error: PhalanxError | None = None
@@ -169,6 +185,10 @@ class StageSender:
                 return
         if self._error is not None:
             raise self._error
+
+    def stats(self) -> LinkStats:
+        """This end's figures."""
+        return with_tcp_figures(LinkStats(peer=self._peer, carries="hidden states"), self._socket)
 
     def close(self) -> None:
         """End the connection."""
@@ -242,24 +262,25 @@ def connect_stages(
         context = None if credentials is None else connecting(credentials, peer=receiver)
         hello = group.nonce.to_bytes(8, "big") + rank.to_bytes(8, "big")
         name = f"{names[rank]} to {names[receiver]}"
-        senders.append(StageSender(_connect(addresses[receiver], context, hello, name, deadline), name, tamper))
+        connected = _connect(addresses[receiver], context, hello, name, deadline)
+        senders.append(StageSender(connected, name, peer=receiver, tamper=tamper))
     if listener is None or sender is None:
         return StageConnections(None, tuple(senders))
     context = None if credentials is None else accepting(credentials, peers=[sender])
     hello = group.nonce.to_bytes(8, "big") + sender.to_bytes(8, "big")
     name = f"{names[sender]} to {names[rank]}"
     try:
-        connected = SenderAcceptor(listener, context, hello, name).accept(deadline)
+        accepted = SenderAcceptor(listener, context, hello, name).accept(deadline)
     finally:
         listener.close()
         if control_address.is_unix(group.control):
             control_address.remove_socket(_unix_path(group, rank))
-    if connected is None:
+    if accepted is None:
         raise PeerMissing(
             f"{name}: no connection between these stages within {deadline_s:g} s.",
             remedy="Look at the log of the first of them, and whether it can connect to the second one's ports.",
         )
-    return StageConnections(StageReceiver(connected, name), tuple(senders))
+    return StageConnections(StageReceiver(accepted, name, peer=sender), tuple(senders))
 
 
 def _listen(group: GroupConfig, rank: int) -> socket.socket:

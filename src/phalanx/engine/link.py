@@ -15,7 +15,7 @@ import msgspec
 from phalanx.dist.channel import LeaderChannel, WorkerChannel
 from phalanx.errors import EngineError, EngineUnavailable, ExitCode
 from phalanx.sched.plan import DiskOutcome, Order, RankReport
-from phalanx.types import RankStats
+from phalanx.types import LinkStats, RankStats
 
 T = TypeVar("T")
 
@@ -33,6 +33,9 @@ class Link(Protocol):
     def share(self, value: T) -> list[T]:
         """The values of all ranks, in rank order; every rank calls this at the same point."""
 
+    def links(self) -> list[LinkStats]:
+        """This end's figures of its control connections."""
+
     def serving(self) -> None:
         """End the start: from now on the watchdog ends the group if a rank is silent or stuck."""
 
@@ -48,6 +51,9 @@ class SingleRank:
 
     def share(self, value: T) -> list[T]:
         return [value]
+
+    def links(self) -> list[LinkStats]:
+        return []
 
     def serving(self) -> None:
         """Does nothing."""
@@ -92,6 +98,9 @@ class LeaderLink:
         payloads = [_encode(value), *self._channel.collect(None)]
         self._channel.broadcast(_encode(payloads))
         return _decode_all(payloads, type(value))
+
+    def links(self) -> list[LinkStats]:
+        return self._channel.links()
 
     def serving(self) -> None:
         self._channel.serving()
@@ -149,6 +158,9 @@ class WorkerLink:
         if payload is None:
             raise EngineUnavailable("The leader ended the group while it was starting.")
         return _decode_all(self._lists.decode(payload), type(value))
+
+    def links(self) -> list[LinkStats]:
+        return self._channel.links()
 
     def serving(self) -> None:
         self._channel.serving()

@@ -24,6 +24,7 @@ from phalanx.model.loading.stage_cut import LayerCosts
 from phalanx.model.loading.stage_parts import parts_of
 from phalanx.model.runner import Runner
 from phalanx.sched.plan import Forward, RowOp, Step
+from phalanx.types import LinkStats
 
 log = logging.getLogger("phalanx.load")
 
@@ -94,6 +95,14 @@ class StagedRunner:
         self._forwards = 0  # executed in this step so far
         self.waited_s = 0.0
         """Seconds that this step has waited for hidden states of the previous stage."""
+        self._waited_before_s = 0.0  # in earlier steps; those before the first one are not counted
+
+    def links(self) -> list[LinkStats]:
+        """This rank's figures of its connections to other stages."""
+        senders = [sender.stats() for sender in self._senders]
+        if self._receiver is None:
+            return senders
+        return [*senders, self._receiver.stats(self._waited_before_s + (self.waited_s if self._step else 0.0))]
 
     def expect(self, step: Step, limit_s: float) -> None:
         """Announce this step's inputs to the receiver, which reads them in advance; a late one is an error."""
@@ -101,6 +110,7 @@ class StagedRunner:
 
     def begin(self, step: int) -> None:
         """See `Runner.begin`."""
+        self._waited_before_s += self.waited_s if self._step else 0.0
         self._step, self._forwards, self.waited_s = step, 0, 0.0
         self.runner.begin(step)
 

@@ -70,4 +70,5 @@ def rank_stats(link: Link, mirror: Mirror, staged: StagedRunner) -> RankStats:
         active_bytes=mx.get_active_memory() + staged.runner.uncounted_bytes,
         peak_bytes=mx.get_peak_memory(),
         rss_bytes=process_rss(),
+        links=[*link.links(), *staged.links()],
     )

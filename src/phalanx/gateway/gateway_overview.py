@@ -61,7 +61,7 @@ class GatewayOverview:
         self._admin = None if admin_key is None else ApiKeys([admin_key])
         self.is_over: Callable[[], bool] = lambda: False
         """Whether the gateway ends."""
-        self._stream = OverviewStream(self.parts, lambda: self.is_over(), lambda: dispatcher.clock())
+        self._stream = OverviewStream(self.parts, self._is_over, lambda: dispatcher.clock())
 
     def guard(self, exchange: Exchange) -> None:
         """Let clients and the admin in.
@@ -114,6 +114,9 @@ class GatewayOverview:
         return parts
 
     # -----------------------------------------------------------------------------------------------------------
+
+    def _is_over(self, owner: str | None) -> bool:
+        return self.is_over() or (owner is not None and not self._clients.accepts(owner))
 
     def _is_admin(self, exchange: Exchange) -> bool:
         return self._admin is not None and self._admin.may_see_details(exchange.headers)

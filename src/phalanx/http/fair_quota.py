@@ -20,6 +20,10 @@ class FairQuota:
         owners = len(self._held.keys() | {owner})
         return self._held.total() + n <= self.capacity or not held or held + n <= self.capacity // owners
 
+    def held_by(self, owner: str) -> int:
+        """What an owner holds."""
+        return self._held[owner]
+
     def take(self, owner: str, n: int) -> None:
         """Take n for an owner."""
         self._held[owner] += n

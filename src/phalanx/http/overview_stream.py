@@ -18,12 +18,14 @@ from typing import Any
 import msgspec
 
 from phalanx.errors import QueueFull
+from phalanx.http.fair_quota import FairQuota
 from phalanx.http.http_exchange import EventStream
 
 TICK_S = 0.25  # between two changes
 QUIET_S = 10.0  # without a change, before a keep-alive comment
-MAX_VIEWERS = 64  # each costs as much as a slow stream
+MAX_VIEWERS = 64  # each costs as much as a slow stream; owners share them fairly
 EVENTS = "text/event-stream"
+ALL = "/"  # who sees everything, as a holder of places (an owner has no slash)
 
 Parts = Mapping[str, Any]
 """Name of each part -> its JSON value."""
@@ -34,40 +36,41 @@ class OverviewStream:
 
     Args:
         parts: owner -> the parts that this owner may see now; None: all.
-        is_over: whether the process is ending, which ends all streams.
+        is_over: owner -> whether its streams end: the process ends, or the owner's key is not accepted any more.
         clock: monotonic seconds.
     """
 
     def __init__(
-        self, parts: Callable[[str | None], Parts], is_over: Callable[[], bool], clock: Callable[[], float]
+        self, parts: Callable[[str | None], Parts], is_over: Callable[[str | None], bool], clock: Callable[[], float]
     ) -> None:
         self._parts = parts
         self._is_over = is_over
         self._clock = clock
-        self._n_viewers = 0
+        self._viewers = FairQuota(MAX_VIEWERS)
         self._last: dict[str | None, tuple[float, dict[str, bytes]]] = {}  # by owner: time and parts
 
     def open(self, owner: str | None) -> EventStream:
         """A stream for a new viewer.
 
         Raises:
-            QueueFull: there are MAX_VIEWERS already.
+            QueueFull: there are MAX_VIEWERS already, this owner's fair share or more among them.
         """
-        if self._n_viewers >= MAX_VIEWERS:
+        holder = ALL if owner is None else owner
+        if not self._viewers.has_room(holder, 1):
             raise QueueFull(f"{MAX_VIEWERS} pages watch already.", retry_after=5.0)
-        self._n_viewers += 1
-        return EventStream(self._events(owner), self._close, EVENTS)
+        self._viewers.take(holder, 1)
+        return EventStream(self._events(owner), lambda: self._close(owner, holder), EVENTS)
 
-    def _close(self) -> None:
-        self._n_viewers -= 1
-        if not self._n_viewers:
-            self._last.clear()
+    def _close(self, owner: str | None, holder: str) -> None:
+        self._viewers.give_back(holder, 1)
+        if not self._viewers.held_by(holder):
+            self._last.pop(owner, None)
 
     async def _events(self, owner: str | None) -> AsyncGenerator[bytes]:
         seen = self._encoded(owner)
         yield framed("snapshot", _object(seen))
         quiet = 0.0
-        while not self._is_over():
+        while not self._is_over(owner):
             await asyncio.sleep(TICK_S)
             now = self._encoded(owner)
             quiet += TICK_S

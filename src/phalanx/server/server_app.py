@@ -163,7 +163,7 @@ def create_app(
 
     lives = RequestLives(request_log, engine, health, tokenize_prompts, access.has_admin_key, clock)
     overview = ServerOverview(
-        config, served.names, engine, health, request_log, lives, event_log, lambda: application.is_draining, clock
+        config, served.names, engine, health, request_log, lives, event_log, lambda _: application.is_draining, clock
     )
 
     @asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +55,20 @@ def test_payloads_arrive_whole_and_in_order_both_ways(control: str):
         for i in range(3):
             assert ranks.leader.collect(WAIT_S) == [f"{rank}.{i}".encode() for rank in (1, 2, 3)]
         assert all(recorder.quiet for recorder in ranks.recorders)
+
+
+def test_every_rank_knows_the_figures_of_its_connections(control: str):
+    with group(3, control=control) as ranks:
+        ranks.leader.broadcast(b"x")
+        for worker in ranks.workers:
+            assert worker.receive() == b"x"
+        assert [link.peer for link in ranks.leader.links()] == [1, 2]
+        assert [[link.peer for link in worker.links()] for worker in ranks.workers] == [[0], [0]]
+        knows = not control and hasattr(socket, "TCP_INFO")
+        for link in ranks.leader.links():
+            assert link.carries == "plans" and link.frames is None
+            assert (link.segments is not None and link.segments > 0) == knows
+            assert (link.round_trip_us is not None) == knows
 
 
 def test_large_payloads_cross_each_other(control: str):

@@ -23,7 +23,8 @@ class World:
         self.asked: list[str | None] = []
         self.over = False
         self.now = 0.0
-        self.stream = OverviewStream(self._parts, lambda: self.over, self._clock)
+        self.refused: set[str | None] = set()
+        self.stream = OverviewStream(self._parts, lambda owner: self.over or owner in self.refused, self._clock)
 
     def _parts(self, owner: str | None) -> dict[str, Any]:
         self.asked.append(owner)
@@ -109,10 +110,52 @@ def test_a_quiet_stream_says_that_it_goes_on_and_ends_with_the_process(monkeypat
     run(scenario())
 
 
-def test_there_may_be_only_so_many_viewers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_ends_when_its_owners_key_is_not_accepted_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch)
-    streams = [world.stream.open(None) for _ in range(MAX_VIEWERS)]
+
+    async def scenario() -> None:
+        mine, yours = (world.stream.open(owner).events for owner in ("me", "you"))
+        await following(mine)
+        await following(yours)
+        world.refused.add("me")
+        world.parts["server"] = {"phase": "restarting"}
+        assert [piece async for piece in mine if piece.startswith(b"event")] == []
+        assert await following(yours) == ("change", {"set": {"server": {"phase": "restarting"}}, "drop": []})
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("owner", [None, "", "me"])
+def test_there_may_be_only_so_many_viewers(monkeypatch: pytest.MonkeyPatch, owner: str | None) -> None:
+    world = World(monkeypatch)
+    streams = [world.stream.open(owner) for _ in range(MAX_VIEWERS)]
     with pytest.raises(QueueFull):
-        world.stream.open(None)
+        world.stream.open(owner)
     streams[0].close()
-    world.stream.open(None)
+    world.stream.open(owner)
+
+
+def test_an_owner_with_all_places_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+    for _ in range(MAX_VIEWERS):
+        world.stream.open("me")
+    for owner in ("you", None):
+        world.stream.open(owner)
+        world.stream.open(owner)
+    with pytest.raises(QueueFull):
+        world.stream.open("me")
+
+
+def test_what_was_made_for_an_owner_is_dropped_with_its_last_viewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch)
+
+    async def scenario() -> None:
+        streams = [world.stream.open(owner) for owner in ("me", "me", "you")]
+        for stream in streams:
+            await following(stream.events)
+        for stream, left in zip(streams, ({"me", "you"}, {"you"}, set()), strict=True):
+            await stream.events.aclose()
+            stream.close()
+            assert set(world.stream._last) == left
+
+    run(scenario())

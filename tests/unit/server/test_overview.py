@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from support.serving import CHAT, CONFIG, fake_engine, serving
 
 from phalanx.supervision.fake_engine import replying
-from phalanx.types import EngineStats, RankStats
+from phalanx.types import EngineStats, LinkStats, RankStats
 
 KEYED = replace(CONFIG, api_key=("one", "two"), admin_key="admin-key")
 
@@ -81,6 +81,30 @@ def test_the_leaders_host_has_its_memory_and_how_much_is_on_disk(tokenizer, dire
         assert "memory" not in found["hosts/b"]
 
     run(tokenizer, scenario, replace(CONFIG, engine=replace(CONFIG.engine, prefix_cache_dir=directory)))
+
+
+def test_links_are_shown_a_bad_one_first_and_what_the_last_requests_took(tokenizer):
+    async def scenario(client, engine):
+        ranks = [
+            RankStats(rank=number, host=host, pid=7, links=[LinkStats(peer=1 - number, carries="plans")])
+            for number, host in enumerate("ab")
+        ]
+        engine._stats = EngineStats(ranks=ranks)
+        found = await parts(client, lambda found: "links" in found)
+        assert [row["carries"] for row in found["links"]] == ["all-reduces", "plans"]
+        assert "measured" not in found["server"]
+        engine.crash("rank 1 (b, pid 7) has given no sign of life for 2.1 s, says /var/lib/secret/place")
+        engine.recover()
+        engine._stats = EngineStats(ranks=ranks)
+        found = await parts(client, lambda found: "links" in found and "problem" in found["links"][0])
+        assert found["links"][0]["carries"] == "plans" and "cable" in found["links"][0]["remedy"]
+        assert "/var/lib" not in json.dumps(found)
+        await client.post("/v1/chat/completions", json=CHAT)
+        found = await parts(client, lambda found: "measured" in found["server"])
+        measured = found["server"]["measured"]
+        assert measured["requests"] == 1 and measured["tokens_per_second"] > 0 and measured["ttft_seconds"] >= 0
+
+    run(tokenizer, scenario)
 
 
 def test_a_key_sees_its_own_requests_and_the_admin_key_all(tokenizer):

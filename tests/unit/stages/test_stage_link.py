@@ -17,7 +17,7 @@ from phalanx.config import GroupConfig
 from phalanx.dist import control_address, sender_acceptor
 from phalanx.dist.awake_clock import AwakeClock
 from phalanx.dist.ports import LOOPBACK, PORTS
-from phalanx.dist.stage_frames import Frame, Payload, encode
+from phalanx.dist.stage_frames import HEADER_BYTES, Frame, Payload, encode
 from phalanx.dist.stage_link import (
     SENT_AT_ONCE,
     STOPPED_S,
@@ -124,6 +124,24 @@ def test_every_rank_gets_what_the_stage_before_sends(tmp_path: Path, widths: tup
                     if end.receiver is not None:
                         stage = topology.place(rank).stage
                         assert end.receiver.take() == payload(step, forward + stage - 1)
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["unix", "tls"])
+def test_both_ends_count_what_they_know(tmp_path: Path, tls: bool) -> None:
+    with connected(tmp_path, (1, 1), tls=tls) as (last, first):
+        assert last.receiver is not None
+        for step in (1, 2, 3):
+            last.receiver.expect([frame(step)], NEVER)
+            first.senders[0].send(frame(step), payload(step))
+            last.receiver.take()
+        received, sent = last.receiver.stats(1.5), first.senders[0].stats()
+        assert (received.peer, received.frames, received.bytes) == (1, 3, 3 * (HEADER_BYTES + 32))
+        assert (received.waited_s, sent.peer, sent.frames, sent.waited_s) == (1.5, 0, None, None)
+        knows = tls and hasattr(socket, "TCP_INFO")
+        assert (sent.segments is not None, sent.resent is not None, sent.round_trip_us is not None) == (knows,) * 3
+        if sent.segments is not None and sent.round_trip_us is not None:
+            assert sent.segments >= 3 and 0 < sent.round_trip_us < 60_000_000
+    assert first.senders[0].stats().segments is None, "of a closed connection nothing is known"
 
 
 def test_a_frame_may_be_there_before_its_plan(tmp_path: Path) -> None:
@@ -235,7 +253,7 @@ def test_time_without_requests_does_not_count() -> None:
     """Else a frame that is lost after an hour without any would be missed an hour later."""
     ours, theirs = socket.socketpair()
     now = [0.0]
-    receiver = StageReceiver(ours, "rank 1 to rank 0", AwakeClock(STOPPED_S, lambda: now[0]))
+    receiver = StageReceiver(ours, "rank 1 to rank 0", peer=1, clock=AwakeClock(STOPPED_S, lambda: now[0]))
     now[0] = 3600.0
     receiver.expect([frame(1)], 1.0)
     with ThreadPoolExecutor(1) as pool:
@@ -260,7 +278,7 @@ def test_time_that_a_rank_is_stopped_makes_no_frame_late() -> None:
             looked.set()
         return now[0]
 
-    receiver = StageReceiver(ours, "rank 1 to rank 0", AwakeClock(STOPPED_S, clock))
+    receiver = StageReceiver(ours, "rank 1 to rank 0", peer=1, clock=AwakeClock(STOPPED_S, clock))
     receiver.expect([frame(1)], STOPPED_S + 0.1)
     with ThreadPoolExecutor(1) as pool:
         taken = pool.submit(receiver.take)

@@ -31,6 +31,10 @@ class Clients:
         self._meter.set_limits({owner_of(key.key): key.limits for key in named})
         self.need_key = bool(self._keys or named)
 
+    def accepts(self, owner: str) -> bool:
+        """Whether the key of this owner, or no key, is accepted now: the file may have changed."""
+        return owner in self._accepted.owners
+
     def owner(self, headers: Mapping[str, str]) -> str:
         """The owner of the key in these headers; "" if no key is needed.
 

@@ -7,7 +7,9 @@ import { openLife } from "./requests.js";
 
 const KEPT = "phalanx.conversation";
 const DRAW_MS = 60; // between two drawings of an answer that comes
+const DRAW_SHARE = 10; // times a drawing's own time
 const MAX_KEPT = 200; // messages
+const MAX_TOLD = 2000; // characters of an answer that screen readers say by themselves; the conversation has the rest
 
 let messages = []; // {role, content, reasoning?, note?, id?, failed?}
 let running = null; // AbortController of the answer that comes
@@ -15,7 +17,7 @@ let ui = {};
 
 export function start() {
   ui = {
-    log: h("div", { class: "log", role: "log", "aria-label": "Conversation", "aria-live": "polite", tabindex: "0" }),
+    log: h("div", { class: "log", role: "log", "aria-label": "Conversation", "aria-live": "off", tabindex: "0" }), // `tell` says an answer once
     text: h("textarea", { id: "question", rows: "2", placeholder: "Ask the model something", onkeydown: onKey, oninput: grow }),
     send: h("button", { type: "submit", class: "primary", text: "Send" }),
     stop: h("button", { type: "button", class: "stop", hidden: true, onclick: () => running?.abort(), text: "Stop" }),
@@ -39,9 +41,9 @@ export function start() {
   const form = h("form", { class: "ask", onsubmit: (event) => { event.preventDefault(); send(); } },
     h("label", { for: "question", class: "unseen", text: "Message" }), ui.text,
     h("div", { class: "actions" }, ui.fresh, ui.retry, h("span", { class: "grow" }), ui.stop, ui.send));
-  $("view-try").append(h("div", { class: "try" }, h("div", { class: "talk" }, ui.log, form), settings));
+  $("view-try").append(h("h2", { class: "unseen", text: "Try" }), h("div", { class: "try" }, h("div", { class: "talk" }, ui.log, form), settings));
   try { messages = JSON.parse(localStorage.getItem(KEPT) ?? "[]"); } catch { messages = []; }
-  if (!Array.isArray(messages)) messages = [];
+  messages = Array.isArray(messages) ? messages.filter((one) => typeof one?.content === "string") : [];
   draw();
 }
 
@@ -115,6 +117,7 @@ async function answer() {
   let first = null;
   let usage = null;
   let drawn = 0;
+  let cost = 0; // ms that the last drawing took: long answers take long, and are drawn less often
   try {
     const reply = await ask("v1/chat/completions", {
       method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(asked), signal: mine.signal,
@@ -132,21 +135,27 @@ async function answer() {
       if (text || thought) first ??= performance.now();
       said.content += text;
       said.reasoning += thought;
-      if (performance.now() - drawn > DRAW_MS) { drawLast(); drawn = performance.now(); }
+      const now = performance.now();
+      if (now - drawn > Math.max(DRAW_MS, DRAW_SHARE * cost)) { drawLast(); drawn = performance.now(); cost = drawn - now; }
     }
     said.note = told(usage, begun, first);
+    tell(`The model says: ${said.content || "nothing"}`);
   } catch (error) {
     if (mine.signal.aborted) said.note = "Stopped.";
     else {
       said.note = error instanceof Refused ? `Refused: ${error.message}` : error.message || "The connection has broken.";
       said.failed = true;
     }
+    tell(said.note);
   } finally {
     if (running === mine) running = null;
     keep();
     draw();
   }
 }
+
+// Have screen readers say it, once what they are saying is over.
+function tell(text) { $("said").textContent = text.slice(0, MAX_TOLD); }
 
 function told(usage, begun, first) {
   const end = performance.now();
@@ -179,8 +188,11 @@ function draw() {
   ui.log.replaceChildren(...messages.map(one));
   if (!messages.length) ui.log.append(h("p", { class: "empty", text: "Nothing is asked yet. What is typed here stays in this browser, and goes to this server only." }));
   if (running) ui.log.lastChild.classList.add("coming");
+  const focused = document.activeElement;
   ui.send.hidden = Boolean(running);
   ui.stop.hidden = !running;
+  if (focused === ui.send && running) ui.stop.focus();
+  if (focused === ui.stop && !running) ui.send.focus();
   ui.retry.disabled = Boolean(running) || !messages.some((message) => message.role === "user");
   ui.fresh.disabled = !messages.length;
 }

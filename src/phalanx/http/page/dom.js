@@ -30,6 +30,7 @@ export const number = (value, digits = 0) =>
 export function bytes(value) {
   if (!Number.isFinite(value)) return "–";
   if (value >= 2 ** 30) return `${number(value / 2 ** 30, value >= 100 * 2 ** 30 ? 0 : 1)} GiB`;
+  if (value < 2 ** 20) return `${number(value / 2 ** 10)} KiB`;
   return `${number(value / 2 ** 20, value >= 10 * 2 ** 20 ? 0 : 1)} MiB`;
 }
 
@@ -43,6 +44,9 @@ export function seconds(value) {
 export const clock = (at) => (Number.isFinite(at) ? new Date(at * 1000).toLocaleTimeString("en-GB") : "–");
 
 export const plural = (n, what) => `${number(n)} ${what}${n === 1 ? "" : "s"}`;
+
+// Words in backticks are commands.
+export const commands = (text) => text.split("`").map((piece, i) => (i % 2 ? h("code", { text: piece }) : document.createTextNode(piece)));
 
 export function bar(share, label) {
   const inner = h("span");

@@ -70,9 +70,9 @@ watch({
     if (models !== listed) { listed = models; chat.listModels(); }
     draw();
   },
-  lost() {
+  lost(said) {
     $("dot").className = "dot bad";
-    $("state").textContent = "no connection";
+    $("state").textContent = said;
     listed = "";
   },
   async refused(said) {

@@ -1,6 +1,6 @@
 // Now: the server or gateway, its hosts, links and replicas, from the overview's parts.
 
-import { $, bar, bytes, cell, fill, h, number, plural, table } from "./dom.js";
+import { $, bar, bytes, cell, commands, fill, h, number, plural, seconds, table } from "./dom.js";
 import { below, parts } from "./overview.js";
 
 const KINDS = [
@@ -14,7 +14,8 @@ export function draw() {
     h("div", { class: "cards" }, summary(server)),
     replicas(below("replicas")),
     section("Hosts", below("hosts").map(([name, host]) => hostCard(name, host)), "hosts"),
-    links(parts.get("links") ?? []));
+    links(parts.get("links") ?? []),
+    selfTest(parts.get("self_test") ?? []));
 }
 
 function section(title, content, kind) {
@@ -23,6 +24,12 @@ function section(title, content, kind) {
 
 function fact(label, value, more) {
   return value === undefined || value === null || value === "" ? null : h("div", { class: "fact" }, h("dt", { text: label }), h("dd", {}, String(value), more));
+}
+
+// What the last requests took, and what a plan predicted; nothing of what is not known.
+function beside(label, of, shown, { measured, predicted }) {
+  const known = [[of(measured), (value) => `${value} (median of ${number(measured.requests)})`], [of(predicted), (value) => `predicted ${value}`]];
+  return fact(label, known.filter(([value]) => Number.isFinite(value)).map(([value, told]) => told(shown(value))).join(", "));
 }
 
 function summary(server) {
@@ -41,6 +48,8 @@ function summary(server) {
     progress ? fact(`Loading: ${progress.phase}`, `${number((100 * progress.done) / Math.max(1, progress.total))} %`, bar(progress.done / Math.max(1, progress.total), "loaded")) : null,
     server.running === undefined ? null : fact("Rows", `${number(server.running)} of ${number(server.limit)}`, bar(server.running / server.limit, "share of rows taken")),
     fact("Waiting", server.waiting === undefined ? null : number(server.waiting)),
+    beside("Tokens/s of a request", (speed) => speed?.tokens_per_second, (value) => number(value, 1), server),
+    beside("First token after", (speed) => speed?.ttft_seconds, seconds, server),
     fact("Prompt tokens cached", server.prefix_hit_rate === undefined ? null : `${number(100 * server.prefix_hit_rate)} %`),
     fact("Group", server.ranks === undefined ? null : shape),
     fact("Family", server.model_type), fact("Weights", bits), fact("Context", server.context === undefined ? null : `${number(server.context)} tokens`),
@@ -60,7 +69,7 @@ function replicas(found) {
 }
 
 export function badge(state) {
-  const kinds = { up: "good", ready: "good", decode: "good", finished: "calm", prefill: "busy", queued: "calm", paused: "warn", draining: "warn", "held back": "warn", "client left": "warn", starting: "busy", loading: "busy" };
+  const kinds = { up: "good", good: "good", ready: "good", decode: "good", finished: "calm", prefill: "busy", queued: "calm", paused: "warn", draining: "warn", "held back": "warn", "client left": "warn", starting: "busy", loading: "busy" };
   return h("span", { class: `badge ${kinds[state] ?? "bad"}`, text: state });
 }
 
@@ -96,11 +105,30 @@ function memory(found) {
       Number.isFinite(found.disk_blocks) ? h("li", {}, h("span", { text: "Kept prefixes on disk" }), h("b", { text: plural(found.disk_blocks, "block") })) : null));
 }
 
+const micros = (value) => (value >= 1000 ? `${number(value / 1000, 2)} ms` : `${number(value)} µs`);
+const gigabytes = (value) => (value >= 0.01 ? `${number(value, 2)} GB/s` : "");
+const LINK_COLUMNS = [
+  ["latency_us", "Time", micros], ["gb_per_s", "Bandwidth", gigabytes], ["messages", "Messages", (value) => number(value)], ["bytes", "Received", bytes],
+  ["waited_seconds", "Waited", seconds], ["resent", "Sent again", (value, link) => `${number(value)} of ${number(link.segments)}`], ["faults", "Faults", (value) => number(value)],
+];
+
 function links(found) {
   if (!found.length) return null;
-  const rows = found.map((link) => h("tr", {}, cell(link.name), cell(link.latency_us >= 1000 ? `${number(link.latency_us / 1000, 2)} ms` : `${number(link.latency_us)} µs`, "n"),
-    cell(!(link.gb_per_s >= 0.01) ? "" : `${number(link.gb_per_s, 2)} GB/s`, "n")));
-  return h("section", {}, h("h2", { text: "Between the ranks" }),
-    h("p", { class: "hint", text: "As the self-test measured it at the last start. phalanx net test measures every link." }),
-    table("Between the ranks", ["What", { n: "Time" }, { n: "Bandwidth" }], rows));
+  const columns = LINK_COLUMNS.filter(([key]) => found.some((link) => Number.isFinite(link[key])));
+  const rows = found.map((link) => h("tr", {},
+    cell(h("strong", { text: link.name })), cell(link.carries), cell(badge(link.problem ? "faulty" : "good")),
+    columns.map(([key, , shown]) => cell(Number.isFinite(link[key]) ? shown(link[key], link) : "–", "n"))));
+  const bad = found.filter((link) => link.problem).map((link) => h("li", { class: "card" }, h("div", {},
+    h("h3", { text: link.problem }), link.remedy ? h("p", { class: "remedy" }, commands(link.remedy)) : null)));
+  return h("section", { class: "links" }, h("h2", { text: "Links" }), bad.length ? h("ol", { class: "events" }, bad) : null,
+    table("Links", ["Between", "Carries", "State", ...columns.map(([, label]) => ({ n: label }))], rows),
+    h("p", { class: "hint", text: "Time is a connection's least round trip of the last minutes; of all-reduces, time and bandwidth are the self-test's. Steps waited also while the stage before computed. What nothing measures is left out." }));
+}
+
+function selfTest(found) {
+  if (!found.length) return null;
+  const rows = found.map((one) => h("tr", {}, cell(one.name), cell(micros(one.latency_us), "n"), cell(Number.isFinite(one.gb_per_s) ? gigabytes(one.gb_per_s) : "", "n")));
+  return h("section", {}, h("h2", { text: "Self-test" }),
+    h("p", { class: "hint", text: "As the ranks measured it at the last start. phalanx net test measures every link." }),
+    table("Self-test", ["What", { n: "Time" }, { n: "Bandwidth" }], rows));
 }

@@ -1,6 +1,6 @@
 // The one stream of what the server does: a snapshot, then changes. Connects again by itself.
 
-import { Refused, ask, events } from "./api.js";
+import { Refused, ask, events, reason } from "./api.js";
 
 const PAUSES_MS = [500, 1000, 2000, 4000];
 const SILENT_MS = 25000; // the server says at least every ten seconds that it goes on
@@ -17,11 +17,15 @@ export async function watch({ changed, lost, refused }) {
   for (;;) {
     const silence = new AbortController();
     let timer;
+    let told = "no connection";
     const heard = () => { clearTimeout(timer); timer = setTimeout(() => silence.abort(), SILENT_MS); };
     try {
       heard();
       const answer = await ask("v1/overview/events", { signal: silence.signal, cache: "no-store" });
-      if (!answer.ok) throw new Error(`status ${answer.status}`);
+      if (!answer.ok) {
+        told = await reason(answer);
+        throw new Error(told);
+      }
       for await (const { event, data } of events(noting(answer, heard))) {
         const said = JSON.parse(data);
         if (event === "snapshot") {
@@ -32,7 +36,7 @@ export async function watch({ changed, lost, refused }) {
           for (const [name, value] of Object.entries(said.set)) parts.set(name, value);
         }
         failures = 0;
-        changed();
+        try { changed(); } catch (error) { reportError(error); } // a fault of the page ends no stream
       }
     } catch (error) {
       if (error instanceof Refused) {
@@ -42,7 +46,7 @@ export async function watch({ changed, lost, refused }) {
     } finally {
       clearTimeout(timer);
     }
-    lost();
+    lost(told);
     await new Promise((resolve) => setTimeout(resolve, PAUSES_MS[Math.min(failures, PAUSES_MS.length - 1)]));
     failures += 1;
   }

@@ -15,12 +15,13 @@ export function draw() {
   const gateway = parts.get("server")?.kind === "gateway";
   const rows = below("requests").sort((a, b) => b[1].number - a[1].number).map(([name, row]) => (gateway ? gatewayRow(row) : serverRow(name, row)));
   const focused = document.activeElement?.dataset?.life;
-  if (!rows.length) return fill($("view-requests"), h("p", { class: "empty", text: "No request has come yet. With an API key, its own requests are shown; with the admin key, all." }));
+  const title = h("h2", { class: "unseen", text: "Requests" });
+  if (!rows.length) return fill($("view-requests"), title, h("p", { class: "empty", text: "No request has come yet. With an API key, its own requests are shown; with the admin key, all." }));
   const head = gateway
     ? ["Request", "State", "Model", "Replica", { n: "First text" }, { n: "Tokens" }, { n: "Moved" }, { n: "Time" }]
     : ["Request", "State", "Model", { n: "Prompt" }, { n: "Cached" }, { n: "Output" }, { n: "Tokens/s" }, { n: "Drafts" }, { n: "Moved, paused" }, { n: "Time" }];
   const scrolled = $("view-requests").querySelector(".scroll")?.scrollLeft ?? 0;
-  fill($("view-requests"), table("Requests", head, rows));
+  fill($("view-requests"), title, table("Newest first", head, rows));
   const region = $("view-requests").querySelector(".scroll");
   if (scrolled) region.scrollLeft = scrolled;
   if (focused) [...region.querySelectorAll("button.link")].find((one) => one.dataset.life === focused)?.focus({ preventScroll: true });

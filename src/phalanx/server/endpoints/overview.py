@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
+from statistics import median
 from typing import Any
 
 from phalanx import __version__
@@ -12,6 +13,7 @@ from phalanx.http.http_exchange import EventStream, Exchange
 from phalanx.http.overview_stream import OverviewStream
 from phalanx.memory import guard_bytes, read_machine
 from phalanx.server.endpoints.engine_health import EngineHealth
+from phalanx.server.endpoints.overview_links import links
 from phalanx.server.endpoints.request_lives import RequestLives
 from phalanx.server.sequences.event_log import EventLog
 from phalanx.server.sequences.request_log import RequestLog
@@ -30,7 +32,7 @@ class ServerOverview:
 
     Args:
         names: of the served model.
-        is_over: the server ends.
+        is_over: of `OverviewStream`.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class ServerOverview:
         request_log: RequestLog,
         lives: RequestLives,
         event_log: EventLog,
-        is_over: Callable[[], bool],
+        is_over: Callable[[str | None], bool],
         clock: Callable[[], float],
     ) -> None:
         self._config = config
@@ -69,11 +71,15 @@ class ServerOverview:
         parts: dict[str, Any] = {"server": self._server(info, stats)}
         if stats is not None:
             parts |= {f"hosts/{host}": shown for host, shown in self._hosts(stats, info)}
+            if found := self._links(stats, info):
+                parts["links"] = found
         if info is not None and info.self_test is not None:
-            parts["links"] = list(_links(info.self_test))
+            parts["self_test"] = list(_self_test(info.self_test))
         progress, now = self._lives.progress(), self._clock()
-        for life in self._request_log.latest(MAX_ROWS, owner):
-            parts[f"requests/{life.id}"] = row_json(life, progress, now)
+        rows = [row_json(life, progress, now) for life in self._request_log.latest(MAX_ROWS, owner)]
+        parts |= {f"requests/{row['id']}": row for row in rows}
+        if measured := _measured(rows):
+            parts["server"]["measured"] = measured
         return parts | self._event_log.shown(without_paths)
 
     def _server(self, info: ModelInfo | None, stats: EngineStats | None) -> dict[str, Any]:
@@ -118,6 +124,10 @@ class ServerOverview:
                 shown["memory"] = self._memory(stats, info, len(here))
             yield host, shown
 
+    def _links(self, stats: EngineStats, info: ModelInfo | None) -> list[dict[str, Any]]:
+        faults = ((without_paths(what), age_s) for what, age_s in self._event_log.faults())
+        return links(stats.ranks, None if info is None else info.self_test, faults)
+
     def _memory(self, stats: EngineStats, info: ModelInfo, n_here: int) -> dict[str, int | None]:
         """Of the leader's host, in bytes: what its ranks hold, by the leader's figures, and what is free."""
         machine = read_machine()
@@ -148,7 +158,21 @@ def _rank(rank: RankStats) -> dict[str, Any]:
     }
 
 
-def _links(test: SelfTest) -> Iterable[dict[str, Any]]:
+def _measured(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Medians over the finished requests that a viewer sees, to be compared with what a plan predicts."""
+    done = [
+        row for row in rows if row["state"] == "finished" and {"tokens_per_second", "first_token_seconds"} <= row.keys()
+    ]
+    if not done:
+        return {}
+    return {
+        "tokens_per_second": round(median(row["tokens_per_second"] for row in done), 1),
+        "ttft_seconds": round(median(row["first_token_seconds"] for row in done), 3),
+        "requests": len(done),
+    }
+
+
+def _self_test(test: SelfTest) -> Iterable[dict[str, Any]]:
     """What the self-test measured between the ranks."""
     for figure in test.all_reduce:
         units = ((20, "MiB"), (10, "KiB"), (0, "bytes"))

@@ -66,6 +66,10 @@ class EventLog:
     def on_batch(self, batch: Batch) -> None:
         """Nothing to note."""
 
+    def faults(self) -> list[tuple[str, float]]:
+        """The text of each fault and its age in seconds, oldest first."""
+        return [(event.what, self._clock() - event.down) for event in self._events]
+
     def shown(self, clean: Callable[[str], str]) -> dict[str, dict[str, Any]]:
         """The events by name, as the page shows them.
 
