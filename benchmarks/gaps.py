@@ -1,18 +1,14 @@
-"""How evenly streams come: the gaps between tokens beside a long prompt, and while many streams grow together.
+"""How evenly streams come: gaps between tokens while other things happen beside them.
 
-What to expect. A step computes a chunk of the prompt and a token of every stream, one after the other, so the longest
-gap is a chunk and a step. Where decoding has its share of the time, streams keep about that share of their speed, and
-the prompt takes longer by what they keep.
+What to expect. A step computes a chunk of a prompt and a token of every stream, one after the other, so the longest gap
+is a chunk and a step. Where decoding has its share of the time, streams keep about that share of their speed. All else
+that makes a step long (memory that is touched, copied or given back, Python's collector) is the engine's own fault.
 
-Four streams run alone for a while; then one prompt is read beside them. Gaps count in medians of the same streams
-alone, shortly before, so that a busy machine counts in both; their speed behind the prompt shows what else than the
-prompt's chunks slows them. Then the prompt's like is read alone. With `--before`,
+Gaps count in medians of the same streams alone, shortly before, so that a busy machine counts in both. Each step that
+takes over three of these medians is listed with what it did, and the last line has them by cause. With `--before`,
 another checkout's source (its folder `src`) takes turns with this one. The last line is one JSON object.
 
-With `--scene growing`, streams of a few tokens grow together and nothing else happens, so that a long gap is the
-engine's own: what a row's memory costs as it grows.
-
-    python benchmarks/gaps.py "$(phalanx pull smollm2)" --before ../main/src
+    python benchmarks/gaps.py beside-4 --model "$(phalanx pull smollm2)" --before ../main/src
 """
 
 from __future__ import annotations
@@ -23,159 +19,289 @@ import itertools
 import json
 import os
 import random
+import shlex
 import statistics
+import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
+from cpu_models import CONFIG, Shape, write_mlx
 from servers import MODEL_NAME, phalanx
 
 from phalanx.bench.http_client import open_client, stream_chat
 from phalanx.bench.load_generator import percentile
 
-STREAMS = 4
 WARM_S = 2.0  # before anything counts
 ALONE_S = 4.0
-AFTER_S = 3.0
-MAX_TOKENS = 7500  # of a stream, which none should reach
-EDGES = (1.5, 2.0, 3.0, 4.0, 6.0)  # of the histogram, in medians alone
-FIGURES = {
-    "beside": ("p50", "p99", "longest", "speed", "speed_after", "prompt"),
-    "growing": ("median_ms", "p99", "longest", "longest_ms", "tokens_s"),
+IDLE_S = 2.5  # then the engine has freed what it kept for reuse
+ENDLESS = 7500  # tokens of a stream that none should reach
+ANSWER = 16  # tokens of a turn of a conversation
+LONG_STEP = 3.0  # medians
+EDGES = (1.5, 2.0, 3.0, 4.0, 6.0)  # of the histogram, in medians
+MIN_FAULTS = 1000  # pages of a step: 4 MB
+TINY = Shape(  # random weights; its context takes a prompt of 30,000 tokens
+    "tiny-llama",
+    {
+        **CONFIG,
+        "hidden_size": 512,
+        "num_hidden_layers": 2,
+        "intermediate_size": 1536,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 131072,
+    },
+)
+
+Arrivals = list[list[float]]  # by stream, when its pieces came
+Span = tuple[float, float]
+
+
+class Played(NamedTuple):
+    """What a scene brought: the streams' arrivals, a time in which they were alone, and the time that counts."""
+
+    arrivals: Arrivals
+    alone: Span
+    beside: Span
+    more: dict[str, float]
+
+
+Event = Callable[[httpx.AsyncClient, int, int], Awaitable[None]]
+"""(client, tokens, seed): what happens beside the streams."""
+
+
+class Scene(NamedTuple):
+    """What is measured. With an event, endless streams run beside it; else they end after `tokens`."""
+
+    streams: int
+    tokens: int  # of the prompt beside the streams, or that streams grow to
+    event: Event | None = None
+    flags: tuple[str, ...] = ("--no-prefix-caching",)
+    idles: bool = False  # streams run, the server is idle, streams run again
+    again: bool = False  # the event is timed alone, too
+
+
+async def read_prompt(client: httpx.AsyncClient, tokens: int, seed: int) -> None:
+    """Read a prompt that no other one begins like."""
+    await _complete(client, _random_prompt(tokens, seed), 1)
+
+
+async def converse(client: httpx.AsyncClient, tokens: int, seed: int) -> None:
+    """Three turns of a conversation of so many tokens, each of which begins with what the one before left."""
+    prompt = _random_prompt(tokens, 0)
+    for turn in range(3):
+        await _complete(client, prompt + _random_prompt(20 * (turn + 1), seed), ANSWER)
+        await asyncio.sleep(1.0)
+
+
+async def come_and_go(client: httpx.AsyncClient, tokens: int, seed: int) -> None:
+    """Streams that begin one after the other; every second one is cancelled, the others end."""
+    others = []
+    for i in range(12):
+        others.append(asyncio.create_task(_stream(client, 100 + i, [], ENDLESS if i % 2 else tokens)))
+        await asyncio.sleep(0.5)
+        if i % 2:
+            others[-1].cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+async def crowd(client: httpx.AsyncClient, tokens: int, seed: int) -> None:
+    """More streams than there is memory for, so that the youngest are preempted."""
+    await asyncio.gather(*(_stream(client, 100 + i, [], tokens) for i in range(8)))
+
+
+SCENES = {
+    "growing": Scene(16, 1000),
+    "beside-4": Scene(4, 6000, read_prompt, again=True),
+    "beside-16": Scene(16, 6000, read_prompt, again=True),
+    "restored": Scene(4, 6000, converse, flags=()),
+    "ending": Scene(4, 60, come_and_go, flags=()),
+    "preempted": Scene(4, 400, crowd, flags=("--kv-cache-gb", "0.2", "--max-model-len", "4096")),
+    "idle": Scene(4, 100, idles=True),
 }
-GROWING = 16  # streams
 
 
 def main() -> None:
     options = _options()
+    scene = SCENES[options.scene]
+    scene = scene._replace(tokens=options.tokens or scene.tokens)
     sources = {"now": None} if options.before is None else {"before": options.before.resolve(), "now": None}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sources}
-    for turn in range(options.rounds):
-        for name, source in list(sources.items())[:: 1 if turn % 2 == 0 else -1]:
-            figures = asyncio.run(_serve(options, source, turn))
-            runs[name].append(figures)
-            print(f"{name}: {json.dumps(figures)}", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        model = options.model or write_mlx(TINY, Path(scratch))
+        for turn in range(options.rounds):
+            for name, source in list(sources.items())[:: 1 if turn % 2 == 0 else -1]:
+                trace = Path(scratch) / f"{name}-{turn}"
+                command = [*scene.flags, "--trace", str(trace), *options.serve]
+                played = asyncio.run(_serve(scene, model, command, source, turn))
+                figures = _figures(played, trace)
+                runs[name].append(figures)
+                print(f"{name}: {json.dumps(figures)}", flush=True)
     medians = {
-        name: {figure: round(statistics.median(run[figure] for run in each), 2) for figure in FIGURES[options.scene]}
+        name: {key: round(statistics.median(run[key] for run in each), 2)
+               for key, value in each[0].items() if isinstance(value, float)}
         for name, each in runs.items()
-    }
-    streams = STREAMS if options.scene == "beside" else GROWING
-    print(
-        json.dumps(
-            {"benchmark": "gaps", "scene": options.scene, "streams": streams, "tokens": options.tokens, **medians}
-        )
-    )
+    }  # fmt: skip
+    print(json.dumps({"benchmark": "gaps", "scene": options.scene, "streams": scene.streams, "tokens": scene.tokens,
+                      **medians}))  # fmt: skip
 
 
-async def _serve(options: argparse.Namespace, source: Path | None, turn: int) -> dict[str, Any]:
-    """One server's figures."""
+async def _serve(scene: Scene, model: Path, flags: list[str], source: Path | None, turn: int) -> Played:
+    """One server's scene."""
     if source is not None:
         os.environ["PYTHONPATH"] = str(source)
     try:
-        with phalanx(options.model, "--no-prefix-caching", *options.flags) as url:
+        with phalanx(model, *flags) as url:
             async with open_client(url) as client:
-                if options.scene == "growing":
-                    return await _grow(client, options.tokens)
-                await _read(client, options.tokens // 10, turn - 1000)  # an earlier request, from which speed is known
-                return await _measure(client, options.tokens, turn)
+                return await (_beside(client, scene, turn) if scene.event else _alone(client, scene))
     finally:
         os.environ.pop("PYTHONPATH", None)
 
 
-async def _measure(client: httpx.AsyncClient, tokens: int, turn: int) -> dict[str, Any]:
-    arrivals: list[list[float]] = [[] for _ in range(STREAMS)]
-    streams = [asyncio.create_task(_stream(client, i, arrivals[i])) for i in range(STREAMS)]
+async def _beside(client: httpx.AsyncClient, scene: Scene, turn: int) -> Played:
+    """Endless streams, alone and then beside the event."""
+    assert scene.event is not None
+    await read_prompt(client, scene.tokens // 10, turn - 1000)  # an earlier request, from which speed is known
+    if scene.event is converse:
+        await converse(client, scene.tokens, turn - 2000)
+    arrivals: Arrivals = [[] for _ in range(scene.streams)]
+    streams = [asyncio.create_task(_stream(client, i, arrivals[i], ENDLESS)) for i in range(scene.streams)]
     await asyncio.sleep(WARM_S)
-    begun = time.perf_counter()
+    begun = time.monotonic()
     await asyncio.sleep(ALONE_S)
-    sent = time.perf_counter()
-    await _read(client, tokens, turn)
-    read = time.perf_counter()
-    await asyncio.sleep(AFTER_S)
-    ended = time.perf_counter()
+    sent = time.monotonic()
+    await scene.event(client, scene.tokens, turn)
+    ended = time.monotonic()
     for stream in streams:
         if stream.done():
-            raise RuntimeError(f"a stream ended before the prompt was read: {stream.result()}")
+            raise RuntimeError(f"a stream ended before the event: {stream.result()}")
         stream.cancel()
     await asyncio.gather(*streams, return_exceptions=True)
-    await asyncio.sleep(0.5)
-    again = time.perf_counter()
-    await _read(client, tokens, turn + 1000)
-    alone, beside, after = (_gaps(arrivals, *times) for times in ((begun, sent), (sent, read), (read, ended)))
-    median = statistics.median(alone)
-    ratios = [gap / median for gap in beside]
-    return {
-        "median_ms": round(median * 1e3, 1),
-        "p50": round(percentile(ratios, 50), 2),
-        "p99": round(percentile(ratios, 99), 2),
-        "longest": round(ratios[-1], 2),
-        "p99_alone": round(percentile(alone, 99) / median, 2),
-        "longest_alone": round(alone[-1] / median, 2),
-        "speed": round(len(beside) / (read - sent) / (len(alone) / (sent - begun)), 2),
-        "speed_after": round(len(after) / (ended - read) / (len(alone) / (sent - begun)), 2),
-        "prompt": round((read - sent) / (time.perf_counter() - again), 2),
-        "histogram": _histogram(ratios),
-    }
+    more = {}
+    if scene.again:
+        await asyncio.sleep(0.5)
+        again = time.monotonic()
+        await scene.event(client, scene.tokens, turn + 1000)
+        more = {"event_beside_to_alone": round((ended - sent) / (time.monotonic() - again), 2)}
+    return Played(arrivals, (begun, sent), (sent, ended), more)
 
 
-async def _grow(client: httpx.AsyncClient, tokens: int) -> dict[str, Any]:
-    """Streams from their first token to one of so many, all of them at once."""
-    arrivals: list[list[float]] = [[] for _ in range(GROWING)]
-    await asyncio.gather(*(_stream(client, i, arrivals[i], tokens) for i in range(GROWING)))
-    begun, ended = max(each[0] for each in arrivals), min(each[-1] for each in arrivals)
-    gaps = _gaps(arrivals, begun, ended)
-    median = statistics.median(gaps)
-    ratios = [gap / median for gap in gaps]
-    return {
-        "median_ms": round(median * 1e3, 1),
-        "p99": round(percentile(ratios, 99), 2),
-        "longest": round(ratios[-1], 2),
-        "longest_ms": round(gaps[-1] * 1e3, 1),
-        "tokens_s": round(len(gaps) / (ended - begun), 1),
-        "histogram": _histogram(ratios),
-    }
+async def _alone(client: httpx.AsyncClient, scene: Scene) -> Played:
+    """Streams of so many tokens, all of them at once; if the scene idles, once more after the server was idle."""
+    await _together(client, scene._replace(tokens=20))  # the first model calls of a process are slower
+    arrivals, span, first_ms = await _together(client, scene)
+    if not scene.idles:
+        return Played(arrivals, span, span, {"tokens_s": _speed(arrivals, span)})
+    await asyncio.sleep(IDLE_S)
+    after, span_after, first_after_ms = await _together(client, scene)
+    joined = [a + b for a, b in zip(arrivals, after, strict=True)]
+    return Played(joined, span, span_after, {"first_ms": first_ms, "first_ms_after": first_after_ms})
 
 
-async def _stream(client: httpx.AsyncClient, number: int, arrivals: list[float], tokens: int = MAX_TOKENS) -> None:
-    """Notes when each piece of a text comes, by default of one without end."""
+async def _together(client: httpx.AsyncClient, scene: Scene) -> tuple[Arrivals, Span, float]:
+    """The streams' arrivals, the time in which all run, and milliseconds until the last of them begins."""
+    arrivals: Arrivals = [[] for _ in range(scene.streams)]
+    sent = time.monotonic()
+    await asyncio.gather(*(_stream(client, i, arrivals[i], scene.tokens) for i in range(scene.streams)))
+    begun = max(each[0] for each in arrivals)
+    return arrivals, (begun, min(each[-1] for each in arrivals)), round((begun - sent) * 1e3, 1)
+
+
+async def _stream(client: httpx.AsyncClient, number: int, arrivals: list[float], tokens: int) -> None:
+    """Notes when each piece of a text comes."""
     body = {**_body(f"Story {number}. Once upon a time there was a"), "max_tokens": tokens}
-    await stream_chat(client, body, on_text=lambda _: arrivals.append(time.perf_counter()), path="/completions")
+    await stream_chat(client, body, on_text=lambda _: arrivals.append(time.monotonic()), path="/completions")
 
 
-async def _read(client: httpx.AsyncClient, tokens: int, seed: int) -> None:
-    """Read a prompt of so many tokens that no other one begins like."""
+async def _complete(client: httpx.AsyncClient, prompt: list[int], tokens: int) -> None:
+    (await client.post("completions", json={**_body(prompt), "max_tokens": tokens})).raise_for_status()
+
+
+def _random_prompt(tokens: int, seed: int) -> list[int]:
     draw = random.Random(seed)
-    body = {**_body([draw.randrange(300, 1000) for _ in range(tokens)]), "max_tokens": 1}
-    (await client.post("completions", json=body)).raise_for_status()
+    return [draw.randrange(300, 1000) for _ in range(tokens)]
 
 
 def _body(prompt: str | list[int]) -> dict[str, Any]:
     return {"model": MODEL_NAME, "prompt": prompt, "temperature": 0, "ignore_eos": True}
 
 
-def _gaps(arrivals: list[list[float]], begin: float, end: float) -> list[float]:
-    """All streams' gaps that end in this time, in order of their length."""
-    return sorted(
-        after - before for each in arrivals for before, after in itertools.pairwise(each) if begin < after <= end
-    )
+# -- figures ---------------------------------------------------------------------------------------------------------
 
 
-def _histogram(ratios: list[float]) -> dict[str, int]:
-    """Gaps up to so many medians."""
+def _figures(played: Played, trace: Path) -> dict[str, Any]:
+    alone, beside = _gaps(played.arrivals, played.alone), _gaps(played.arrivals, played.beside)
+    median = statistics.median(alone)
+    ratios = [gap / median for gap in beside]
     bounds = (0.0, *EDGES, float("inf"))
-    return {f"<= {high:g}": sum(low < ratio <= high for ratio in ratios)
-            for low, high in itertools.pairwise(bounds)}  # fmt: skip
+    return {
+        "median_ms": round(median * 1e3, 1),
+        "p50": round(percentile(ratios, 50), 2),
+        "p99": round(percentile(ratios, 99), 2),
+        "longest": round(ratios[-1], 2),
+        "longest_alone": round(alone[-1] / median, 2),
+        "speed": round(_speed(played.arrivals, played.beside) / _speed(played.arrivals, played.alone), 2),
+        **played.more,
+        "histogram": {f"<= {high:g}": sum(low < r <= high for r in ratios) for low, high in itertools.pairwise(bounds)},
+        "long_steps": _long_steps(trace, played.beside, median),
+    }
+
+
+def _gaps(arrivals: Arrivals, span: Span) -> list[float]:
+    """All streams' gaps that lie in this time, in order of their length."""
+    return sorted(
+        after - before for each in arrivals for before, after in itertools.pairwise(each)
+        if span[0] <= before and after <= span[1]
+    )  # fmt: skip
+
+
+def _speed(arrivals: Arrivals, span: Span) -> float:
+    return round(sum(span[0] < at <= span[1] for each in arrivals for at in each) / (span[1] - span[0]), 1)
+
+
+def _long_steps(trace: Path, span: Span, median: float) -> dict[str, dict[str, Any]]:
+    """By what they did: how many steps took over `LONG_STEP` medians, and all about the longest one."""
+    causes: dict[str, dict[str, Any]] = {}
+    plan: dict[str, Any] = {}
+    last = 0.0  # end of the step before, if streams were waiting for their next token then
+    for line in trace.read_bytes().splitlines():
+        entry = json.loads(line)
+        plan = entry.get("plan", plan)
+        if (cost := entry.get("cost")) is None or cost["id"] != plan.get("id"):
+            continue
+        medians = (cost["at"] - last) / median
+        if last and span[0] <= last and cost["at"] <= span[1] and medians > LONG_STEP:
+            chunk = sum(sum(f["valid"]) for f in plan["forwards"] if not f["sample"])
+            done = _cause(plan, chunk, cost)
+            known = causes.setdefault(done, {"steps": 0, "medians": 0.0})
+            known["steps"] += 1
+            if medians > known["medians"]:
+                times = {"total": cost["at"] - last, "prefill": cost["prefill_s"], **cost["phases_s"]}
+                known.update(medians=round(medians, 1), chunk=chunk, faults=cost["page_faults"],
+                             interruptions=cost["interruptions"],
+                             ms={name: round(s * 1e3, 1) for name, s in times.items()})  # fmt: skip
+        last = cost["at"] if any(f["sample"] for f in plan["forwards"]) else 0.0
+    return causes
+
+
+def _cause(plan: dict[str, Any], chunk: int, cost: dict[str, Any]) -> str:
+    parts = sorted({op["type"] for op in plan["ops"]})
+    parts += ["chunk"] if chunk else []
+    parts += ["pages"] if cost["page_faults"] > MIN_FAULTS else []
+    parts += ["collection"] if cost["collections"] else []
+    return " + ".join(parts) or "decoding alone"
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--scene", choices=FIGURES, default="beside")
-    parser.add_argument("--tokens", type=int, default=6000, help="of the prompt, or that streams grow to")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("scene", choices=SCENES)
+    parser.add_argument("--model", type=Path, help="default: a tiny random one")
+    parser.add_argument("--tokens", type=int, help="of the prompt, or that streams grow to")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--before", type=Path, metavar="SRC", help="folder `src` of another checkout")
-    parser.add_argument("flags", nargs="*", help="of `phalanx serve`, behind --")
+    parser.add_argument("--serve", type=shlex.split, default=[], metavar="'FLAGS'", help="of `phalanx serve`")
     return parser.parse_args()
 
 

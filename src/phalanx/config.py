@@ -102,7 +102,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     trust_remote_code: Annotated[bool, Flag("Engine")] = False
     """Run Python files that come with the model (tokenizer or `model_file`)."""
     trace: Annotated[str | None, Flag("Engine", metavar="FILE")] = None
-    """Append every plan to this file, as a line of JSON."""
+    """Append every plan and what it cost to this file, as lines of JSON."""
     speculative_config: Annotated[SpeculativeConfig | None, Flag("Engine")] = None
     """Guess tokens and verify them together; the output does not change. '{"method": "ngram"}', or suffix, draft_model,
     random."""

@@ -228,12 +228,13 @@ class Leader:
     def _rows_repeat(self, step: Step) -> bool:
         """Whether the next step will probably feed the same rows, one newly sampled token each.
 
-        False while a prompt is prefilling: the next step contains a chunk, so an early forward would be discarded.
+        False if the next step contains a prompt's chunk or copies a prefix: an early forward would be discarded.
         """
         if self.scheduler.waiting or not self.runner.may_dispatch_next(step.forwards):
             return False
         numbers = step.forwards[0].seqs
-        if any(row.number not in numbers for row in self.scheduler.layout.prefilling()):
+        others = [row for row in self.scheduler.layout.prefilling() if row.number not in numbers]
+        if any(row.prefix for row in others) or (others and not self.scheduler.prefill_budget.still_owes):
             return False
         rows = [self.scheduler.by_number[number] for number in numbers]
         if not all(map(after_next, rows)):
@@ -276,6 +277,8 @@ class Leader:
             self._speculator.observe(step, verified.tokens, commits, comparable_s, self._timer.phases_s["draft"])
         self._holds_memory = True
         self._last_work = time.monotonic()
+        if self._trace is not None:
+            self._trace.cost(step.id, self._timer, execution.prefill_s)
 
     def _publish(self, step: Step | None) -> None:
         """Put the step's events into the outbox and drop state of finished sequences."""

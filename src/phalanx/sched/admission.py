@@ -1,9 +1,11 @@
 """KV memory of rows that live in arenas: the only place that spends the KV budget for them.
 
 A buffer costs rows x capacity, so the budget counts allocated memory, not the sum of row lengths (design:
-Ragged rows). Short rows share arena 0, whose capacity never exceeds `long_threshold`; longer ones share arena 1. The
-threshold is chosen so that a full arena 0 takes at most half of the budget. With row groups, each has these two arenas.
-Does not know which row comes first (`scheduler.py`), nor rows that take memory by the page (`page_admission.py`).
+Ragged rows). Short rows share arena 0, whose capacity never exceeds `long_threshold`; each further arena has twice the
+limit of the one before. The threshold is chosen so that a full arena 0 takes at most half of the budget. A long prompt
+never resizes other rows to its own length: it takes an arena that has the room or no rows, or waits. With row groups,
+each has all these arenas. Does not know which row comes first (`scheduler.py`), nor rows that take memory by the page
+(`page_admission.py`).
 """
 
 from __future__ import annotations
@@ -37,8 +39,11 @@ class KvLimits(Struct, frozen=True, kw_only=True):
 
     @property
     def n_arenas(self) -> int:
-        """Per row group: two if rows live in arenas and can exceed the threshold, else one."""
-        return self.row_groups * (2 if not self.page_tokens and self.max_model_len > self.long_threshold else 1)
+        """Per row group: one if rows take memory by the page or are all short, else two at least."""
+        if self.page_tokens or self.max_model_len <= MIN_THRESHOLD:
+            return self.row_groups
+        doublings = max(1, (-(-self.max_model_len // self.long_threshold) - 1).bit_length())
+        return self.row_groups * (1 + doublings)
 
 
 def round_up(tokens: int) -> int:
@@ -68,51 +73,52 @@ class Admission:
     def admit(self, seq: Sequence) -> bool:
         """Give a waiting sequence a row, with room for one token more, in the row group with the fewest rows.
 
-        Changes state. Returns False, and changes nothing, when all rows are taken or memory is short.
+        Changes state. Returns False, and changes nothing, when all rows are taken, memory is short, or other rows would
+        have to be as long as this one.
         """
         if self.layout.n_rows >= self.limits.max_num_seqs:
             return False
         groups = range(self.limits.row_groups)
         group = min(groups, key=lambda group: sum(len(arena.rows) for arena in self.layout.group(group)))
         need = len(seq.tokens) + 1
-        arena = self._arena_for(need, group)
-        if not self.reserve(arena, len(arena.rows) + 1, need):
+        arenas = [arena for arena in self.layout.group(group) if need <= self._ceiling(arena)]
+        arena = next((arena for arena in arenas if not arena.rows or need <= max(arena.capacity, MIN_THRESHOLD)), None)
+        if arena is None or not self.reserve(arena, len(arena.rows) + 1, need):
             return False
         self.layout.admit(seq, arena)
         return True
 
     def make_room(self, seq: Sequence) -> bool:
-        """Give a row room for its known tokens; moves it to the arena of long rows if necessary.
+        """Give a row room for its known tokens; moves it to an arena of longer rows if necessary.
 
         Changes state. Returns False, and changes nothing, when memory is short.
         """
         need = len(seq.tokens)
         arena = self.layout.arenas[seq.arena]
-        target = self._arena_for(need, arena.group)
-        if target is arena or arena.long:
+        target = next(a for a in self.layout.group(arena.group) if a.level >= arena.level and need <= self._ceiling(a))
+        if target is arena:
             return self.reserve(arena, len(arena.rows), need)
         if not self.reserve(target, len(target.rows) + 1, need):
             return False
         self.layout.transfer(seq, target)
         return True
 
-    def _arena_for(self, tokens: int, group: int) -> Arena:
-        """The row group's arena for rows of this length."""
-        short, *long = self.layout.group(group)
-        return long[0] if long and tokens > self.limits.long_threshold else short
-
     def reserve(self, arena: Arena, rows: int, tokens: int) -> bool:
         """Make sure the arena has `rows` rows of `tokens` tokens, resizing if the budget allows. Changes state.
 
-        Tries a generous size first (rows doubled, capacity grown by an eighth), so that growth is rare; then the
-        smallest size that suffices. Returns False, and changes nothing, when even that is over the budget.
+        Tries a generous size first (rows doubled, capacity grown by an eighth; that of long rows as large as it may
+        be), so that growth is rare; then the smallest size that suffices. Returns False, and changes nothing, when even
+        that is over the budget.
         """
         if arena.allocated >= rows and arena.capacity >= tokens:
             return True
         tight_rows = max(rows, len(arena.rows))
         tight = max(round_up(tokens), self._longest(arena))
         roomy_rows = min(self.limits.max_num_seqs, 1 << (tight_rows - 1).bit_length())
-        roomy = max(tight, min(round_up(max(arena.capacity, tokens * 9 // 8)), self._ceiling(arena)))
+        roomy = max(tight, arena.capacity)
+        if tokens > arena.capacity:
+            wanted = round_up(tokens * 9 // 8) if arena.level == 0 else self._ceiling(arena)
+            roomy = max(roomy, min(wanted, self._ceiling(arena)))
         for n, capacity in ((max(roomy_rows, tight_rows), roomy), (tight_rows, tight)):
             if self._fits(arena, n, capacity):
                 if (n, capacity) != (arena.allocated, arena.capacity):
@@ -155,10 +161,7 @@ class Admission:
         return changed
 
     def _ceiling(self, arena: Arena) -> int:
-        limit = self.limits.max_model_len
-        if not arena.long:
-            limit = min(limit, self.limits.long_threshold)
-        return round_up(limit)
+        return round_up(min(self.limits.max_model_len, self.limits.long_threshold << arena.level))
 
     def _longest(self, arena: Arena) -> int:
         return max((round_up(row.extent) for row in arena.rows), default=0)

@@ -16,10 +16,10 @@ from phalanx.sched.sequence import Sequence
 class Arena:
     """One set of KV buffers `[rows, heads, capacity, head_dim]`."""
 
-    def __init__(self, index: int, group: int, *, long: bool) -> None:
+    def __init__(self, index: int, group: int, level: int) -> None:
         self.index = index
         self.group = group
-        self.long = long  # for rows above the threshold
+        self.level = level  # its rows may be twice as long as those of the level below
         self.allocated = 0  # rows
         self.capacity = 0  # tokens per row
         self.rows: list[Sequence] = []
@@ -29,12 +29,12 @@ class Arena:
 class ArenaLayout:
     """All arenas of a group of ranks, with the operations of the step being planned in `ops`.
 
-    Arenas `[0, row_groups)` hold the short rows of each row group; further arenas, if any, hold the long ones.
+    Arenas `[0, row_groups)` hold the short rows of each row group; the next `row_groups`, if any, longer ones, etc.
     """
 
     def __init__(self, n_arenas: int, row_groups: int) -> None:
         self.row_groups = row_groups
-        self.arenas = [Arena(i, i % row_groups, long=i >= row_groups) for i in range(n_arenas)]
+        self.arenas = [Arena(i, i % row_groups, i // row_groups) for i in range(n_arenas)]
         self.ops: list[RowOp] = []
 
     def group(self, group: int) -> list[Arena]:

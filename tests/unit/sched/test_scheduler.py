@@ -11,10 +11,7 @@ from simulation import VOCAB, Simulation, make_config, make_request, reference
 from support.examples import examples
 
 from phalanx.errors import Desync
-from phalanx.sched.admission import Admission, KvLimits
-from phalanx.sched.arena import ArenaLayout
 from phalanx.sched.plan import Evict, Forward, Resize, Restore, Share
-from phalanx.sched.sequence import Sequence
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -138,44 +135,6 @@ def test_memory_pressure_preempts_the_newest_and_loses_nothing():
     sim.run()
     assert sim.scheduler.counters.preemptions > 0
     assert sim.largest_kv <= config.limits.kv_budget
-    assert sim.outputs == {r.id: reference(r) for r in requests}
-
-
-def test_making_room_never_takes_memory():
-    """Rows of the other arena may have more tokens than its buffer since the last plan."""
-    limits = KvLimits(max_num_seqs=4, max_model_len=4096, kv_budget=16 * 2560, bytes_per_token=16)
-    layout = ArenaLayout(limits.n_arenas, limits.row_groups)
-    room = Admission(limits, layout)
-    long, short = (Sequence(n, make_request(str(n), [1] * length, 99), 0.0) for n, length in ((0, 1279), (1, 1023)))
-    assert room.admit(long) and room.admit(short) and (long.arena, short.arena) == (1, 0)
-    long.tokens += [1] * 400
-    assert not room.reserve(layout.arenas[0], 2, 1024)
-    assert room.used <= limits.kv_budget and layout.arenas[1].capacity == 1536
-
-
-def test_one_long_row_does_not_inflate_the_short_ones():
-    config = make_config(max_num_seqs=8, max_model_len=16384, kv_budget=16 * (8 * 2048 * 2), prefix_budget=0)
-    assert config.limits.n_arenas == 2
-    sim = Simulation(config)
-    requests = [
-        make_request("long", prompt_of(8000), 40),
-        *(make_request(str(i), prompt_of(200, i), 40) for i in range(7)),
-    ]
-    for request in requests:
-        sim.submit(request)
-    sim.run()
-    assert sim.outputs == {r.id: reference(r) for r in requests}
-    assert sim.largest_kv < 16 * (9216 + 8 * 512)
-
-
-def test_a_row_that_grows_long_changes_arena():
-    config = make_config(max_num_seqs=2, max_model_len=4096, kv_budget=16 * 4096 * 2, prefix_budget=0)
-    sim = Simulation(config)
-    threshold = config.limits.long_threshold
-    requests = [make_request("a", prompt_of(threshold - 20), 60), make_request("b", prompt_of(30, 1), 90)]
-    for request in requests:
-        sim.submit(request)
-    sim.run()
     assert sim.outputs == {r.id: reference(r) for r in requests}
 
 
