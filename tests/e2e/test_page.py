@@ -103,26 +103,25 @@ def test_a_wrong_key_and_then_the_right_one(look: Any, hermes: Any) -> None:
         assert page.evaluate("Object.keys(localStorage).every((name) => !localStorage[name].includes('right-key'))")
 
 
-def test_a_key_that_changes_while_the_page_looks_on_is_asked_for_again(look: Any, hermes: Any) -> None:
+def test_a_key_that_changes_while_the_page_looks_on_is_asked_for_again(look: Any) -> None:
     with ExitStack() as stack:
         first = stack.enter_context(ExitStack())
-        server = first.enter_context(saying(hermes, "one", api_key=("old-key",)))
-        looked = look(server.origin)
+        _, origin = first.enter_context(serving_demo("--api-key", "old-key"))
+        looked = look(origin)
         page = looked.page
         page.fill("#key", "old-key")
         page.press("#key", "Enter")
-        looked.until_text("#state", "tiny")
+        looked.until_text("#state", "demo")
         first.close()
         looked.until_text("#state", "no connection")
-        port = int(server.origin.rpartition(":")[2])
-        stack.enter_context(saying(hermes, "two", api_key=("new-key",), port=port))
+        stack.enter_context(serving_demo("--port", origin.rpartition(":")[2], "--api-key", "new-key"))
         page.wait_for_selector("#key-dialog[open]")
         looked.until_text("#key-wrong", "Incorrect API key")
         page.fill("#key", "new-key")
         page.press("#key", "Enter")
-        looked.until_text("#state", "tiny")
-        ask(looked, "hello")
-        looked.until_text(".message.model .prose", "two")
+        looked.until_text("#state", "demo")
+        ask(looked, "What is phalanx?")
+        looked.until_text(".message.model .note", "token")
 
 
 def test_a_page_that_may_not_watch_says_why(look: Any, hermes: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import sys
 
 from msgspec.structs import replace
 
@@ -15,7 +16,7 @@ _UNKNOWN = 0xFFFFFFFF  # nothing was acknowledged yet
 
 def with_tcp_figures(stats: LinkStats, connected: socket.socket) -> LinkStats:
     """A connection's figures with those of the kernel, if it has any: not of Unix sockets and closed ones."""
-    if not hasattr(socket, "TCP_INFO") or connected.family == socket.AF_UNIX:
+    if sys.platform != "linux" or connected.family == socket.AF_UNIX:
         return stats
     try:
         data = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _FIELDS.size)
