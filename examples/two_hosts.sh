@@ -16,7 +16,7 @@ phalanx hostfile "$first,$second" -o hosts.json --force    # addresses, and what
 phalanx doctor hosts.json || [ $? -eq 10 ]            # 10 is "only warnings"
 
 trap 'phalanx down hosts.json' EXIT
-phalanx up hosts.json -- "$@"                         # rank 0 and the server on the first host, rank 1 on the second
+phalanx up hosts.json -- "$@" --tp 2                  # rank 0 and the server on the first host, rank 1 on the second
 phalanx status hosts.json
 
 # Without --host the server listens on the first host's loopback address only, so the question is asked there.

@@ -60,9 +60,11 @@ NARROW = {
     "server": ("phalanx.catalog", "phalanx.http", "phalanx.supervision", "phalanx.text"),
     "gateway": ("phalanx.http",),
     "http": (),
-    # catalog: where models lie; dist.gpus: how many MLX can use; dist.topology: which host has which layers;
+    # bench: a small model's server is timed; catalog: where models lie;
+    # dist.gpus: how many MLX can use; dist.topology: which host has which layers;
     # planning: plans and their speed; text: which files are a model's
     "cluster": (
+        "phalanx.bench",
         "phalanx.catalog",
         "phalanx.dist.gpus",
         "phalanx.dist.topology",

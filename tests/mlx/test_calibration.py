@@ -14,7 +14,16 @@ from support.planning import host
 
 from phalanx.demo import MODEL_DIR
 from phalanx.dist.topology import Room, Topology, split_layers
-from phalanx.engine.calibration import READ, Bench, CalibrationRequest, chosen_layers, counts_of
+from phalanx.engine.calibration import (
+    MAX_STEPS,
+    READ,
+    STEPS,
+    TIMED_S,
+    Bench,
+    CalibrationRequest,
+    chosen_layers,
+    counts_of,
+)
 from phalanx.engine.model_shape_reader import ShardReducer, read_shape
 from phalanx.memory import GB
 from phalanx.model import registry
@@ -34,6 +43,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_shape_of_a_share_is_what_a_rank_keeps():
     shape = read_shape(MODEL_DIR, 4)
     assert shape.degrees == (1, 2, 4)
+    assert shape.tokenizer_bytes == (MODEL_DIR / "tokenizer.json").stat().st_size
     for degree in shape.degrees:
         parts = shape.share(degree)
         prepared = load.prepare(MODEL_DIR, dtype="auto", trust_remote_code=False, reducer=ShardReducer(degree))
@@ -97,8 +107,15 @@ def test_a_bench_runs_real_steps_on_some_layers(degree: int):
     assert bench.weights < load.prepare(MODEL_DIR, dtype="auto", trust_remote_code=False).weights_bytes
     for rows in (1, 4):
         seconds = bench.decode(rows, 32)
-        assert len(seconds) == 16 and min(seconds) > 0
+        assert STEPS <= len(seconds) <= MAX_STEPS and min(seconds) > 0
+        assert sum(seconds) >= TIMED_S or len(seconds) == MAX_STEPS
     chunks = bench.prompt(READ)
     assert sum(chunk.tokens for chunk in chunks) < READ
     assert [chunk.context for chunk in chunks] == [sum(c.tokens for c in chunks[:i]) for i in range(len(chunks))]
     assert all(chunk.layers == 4 and chunk.tokens > 0 for chunk in chunks)
+
+
+@pytest.mark.parametrize(("ranks_here", "degree", "tokens"), [(1, 1, 512), (2, 2, 512), (2, 1, 128)])
+def test_a_prompt_is_timed_in_the_chunks_of_the_start(ranks_here: int, degree: int, tokens: int):
+    chunks = Bench(CalibrationRequest(path=str(MODEL_DIR), degree=degree, ranks_here=ranks_here), 2).prompt(READ)
+    assert {chunk.tokens for chunk in chunks} == {tokens}

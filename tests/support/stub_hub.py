@@ -156,10 +156,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _large(self, path: str) -> None:
         _, _, owner, repository, name = path.split("/", 4)
         data = self.hub.sends.get(name, self.hub.repositories[f"{owner}/{repository}"][name])
-        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
-        body, headers = data[start:], {}
+        first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+        start, stop = int(first), min(len(data), int(last) + 1 if last else len(data))
+        body, headers = data[start:stop], {}
         if "Range" in self.headers:
-            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
         status = 206 if headers else 200
         if self.hub.stops_at is None or len(body) <= self.hub.stops_at:
             self._answer(status, body, headers)

@@ -52,6 +52,17 @@ def test_a_command_that_computes_says_once_what_to_install(command: str) -> None
     assert "phalanx[cpu,mpi]" in remedy and "phalanx[engine]" in remedy
 
 
+def test_a_plan_without_the_engine_is_made_by_hosts() -> None:
+    done = python("from phalanx.cli.main import main; sys.exit(main(sys.argv[1:]))", "plan", "demo")
+    assert (done.returncode, done.stdout) == (ExitCode.CONFIG, "")
+    first, remedy = done.stderr.splitlines()
+    assert first.startswith("error: This machine cannot say how fast it is: this installation of phalanx has no ")
+    assert "Name hosts that have the engine" in remedy
+    code = "from phalanx.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    asked = python(code, "plan", "demo", "--hosts", "no-such-host.invalid", "--memory-only")
+    assert "no-such-host.invalid" in asked.stderr and "no mlx" not in asked.stderr
+
+
 def test_without_a_command_it_names_what_works_here() -> None:
     done = python(
         "import importlib.util as util; find = util.find_spec;"

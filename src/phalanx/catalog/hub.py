@@ -241,13 +241,13 @@ def _fetch_file(listing: Listing, file: Any, target: Path, report: Report) -> No
 
 def _fetch_bytes(listing: Listing, file: Any, part: Path, size: int, report: Report) -> None:
     """Fetch the beginning of a file of at most so many bytes, or the rest of it."""
-    bar = _NoBar if file.lfs is None and report is not quiet else _bar(report, digest_of(file), file.size)
-    with _PartOfFile(part, size) as out:
+    bar = NoBar if file.lfs is None and report is not quiet else _bar(report, digest_of(file), file.size)
+    with PartOfFile(part, size) as out:
         if out.tell() > file.size:
             out.truncate(0)
         if size < file.size and out.tell() + constants.DOWNLOAD_CHUNK_SIZE > size:
             return  # no more would be taken in
-        with suppress(_TooLong):
+        with suppress(TooLong):
             http_get(
                 hf_hub_url(listing.repository, file.rfilename, revision=listing.commit), out, resume_size=out.tell(),
                 headers=build_hf_headers(), expected_size=file.size if size == file.size else None, tqdm_class=bar,
@@ -256,11 +256,11 @@ def _fetch_bytes(listing: Listing, file: Any, part: Path, size: int, report: Rep
         os.fsync(out.fileno())
 
 
-class _TooLong(Exception):
+class TooLong(Exception):
     """More bytes came than a file has."""
 
 
-class _PartOfFile(io.BufferedWriter):
+class PartOfFile(io.BufferedWriter):
     """A file that is being fetched: however much a hub sends, it does not fill the disk.
 
     Args:
@@ -275,14 +275,14 @@ class _PartOfFile(io.BufferedWriter):
         """Take in bytes.
 
         Raises:
-            _TooLong: these are more than the file has.
+            TooLong: these are more than the file has.
         """
         if self.tell() + len(data) > self._size:
-            raise _TooLong
+            raise TooLong
         return super().write(data)
 
 
-class _NoBar(hub_bar):  # type: ignore[misc]  # of a module without types
+class NoBar(hub_bar):  # type: ignore[misc]  # of a module without types
     """A bar of the hub's client that is not drawn."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:

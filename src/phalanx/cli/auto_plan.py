@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
+
+import msgspec
 
 from phalanx.cli.terminal import note
 from phalanx.cluster.argument_flags import flag_value, split_flag
 from phalanx.cluster.planner import Planned, PlanRequest, make_plans
 from phalanx.cluster.shape import PP_FLAGS, SPLIT_FLAG, TP_FLAGS
+from phalanx.cluster.survey import learn
 from phalanx.config import DEFAULT_MODEL
 from phalanx.errors import ConfigError, MemoryShortage
 from phalanx.planning.recommendation import GroupPlan, recommend
+from phalanx.planning.timings import Learned
+from phalanx.server.sequences.speed_meter import PROMPT, PredictedSpeed, SpeedMeter
+
+log = logging.getLogger(__name__)
 
 AUTO = "auto"
 
@@ -36,6 +44,13 @@ def without_auto(words: Sequence[str]) -> tuple[tuple[str, ...], bool]:
     return rest, True
 
 
+def chooses_shape(words: Sequence[str]) -> bool:
+    """Whether the arguments of `serve` choose ranks or stages themselves."""
+    rest, tps = split_flag(words, *TP_FLAGS)
+    rest, pps = split_flag(rest, *PP_FLAGS)
+    return bool(tps or pps or split_flag(rest, SPLIT_FLAG)[1])
+
+
 def planned_here(words: Sequence[str]) -> list[str]:
     """The words of `phalanx serve` for this machine, with numbers in place of `auto`; says which, and why.
 
@@ -46,9 +61,10 @@ def planned_here(words: Sequence[str]) -> list[str]:
     if not is_auto:
         return [*words]
     request = plan_request(rest[rest.index("serve") + 1 :])
-    plan, line = recommended(request)
+    plan, model, line = asyncio.run(recommended(request))
     note(line)
-    return [*rest, "--tp", str(plan.candidate.width), "--pp", str(plan.candidate.stages)]
+    shape = ["--tp", str(plan.candidate.width), "--pp", str(plan.candidate.stages)]
+    return [*rest, *shape, *predicted_words(plan, model)]
 
 
 def plan_request(words: Sequence[str]) -> PlanRequest:
@@ -70,14 +86,56 @@ def _number(words: Sequence[str], flag: str) -> float | None:
         return None
 
 
-def recommended(request: PlanRequest) -> tuple[GroupPlan, str]:
-    """The plan to serve with, and a line that says what was chosen and why.
+def predicted_words(plan: GroupPlan, model: str) -> list[str]:
+    """The words of `serve` that carry what is predicted for a plan.
+
+    Args:
+        model: `ModelShape.key`.
+    """
+    speed = plan.speed
+    if speed is None or PROMPT not in speed.ttft_s:
+        return []
+    predicted = PredictedSpeed(
+        tokens_per_second=speed.tokens_per_s[1], ttft_seconds=speed.ttft_s[PROMPT], model=model,
+        plan=plan.candidate.key, rate_factor=speed.learned.rate, ttft_factor=speed.learned.ttft,
+    )  # fmt: skip
+    return ["--predicted", msgspec.json.encode(predicted).decode()]
+
+
+def read_predicted(text: str) -> PredictedSpeed | None:
+    """What `predicted_words` has written; None without it.
+
+    Raises:
+        ConfigError: the text is of another form.
+    """
+    try:
+        return msgspec.json.decode(text, type=PredictedSpeed) if text else None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"--predicted: {error}.", remedy="`phalanx up` and `--tp auto` write it.") from error
+
+
+def learn_from(speeds: SpeedMeter) -> None:
+    """Keep how far off a prediction was, for later ones of the same model and plan."""
+    predicted, rate, first_s = speeds.predicted, speeds.tokens_per_second, speeds.ttft_seconds
+    if predicted is None or not predicted.plan or (rate is None and first_s is None):
+        return
+    off = 1.0 if rate is None else rate / predicted.tokens_per_second
+    late = 1.0 if first_s is None else first_s / predicted.ttft_seconds
+    found = Learned(rate=predicted.rate_factor * off, ttft=predicted.ttft_factor * late)
+    try:
+        learn(predicted.model, predicted.plan, found)
+    except OSError as error:
+        log.warning("what this start measured is not kept for `phalanx plan`: %s", error)
+
+
+async def recommended(request: PlanRequest) -> tuple[GroupPlan, str, str]:
+    """The plan to serve with, the model's `ModelShape.key`, and a line that says what was chosen and why.
 
     Raises:
         MemoryShortage: nothing fits; says what each plan lacks.
         ClusterError, ConfigError: as `make_plans`.
     """
-    planned = asyncio.run(make_plans(request))
+    planned = await make_plans(request)
     best = recommend(planned.plans, "latency")
     if best is None:
         raise unfitting(planned)
@@ -85,7 +143,7 @@ def recommended(request: PlanRequest) -> tuple[GroupPlan, str]:
     line = f"plan: {best.plan.candidate.name} ({best.plan.candidate.flags}). {best.why}"
     if speed is not None:
         line += f" Predicted: {1000 / speed.tokens_per_s[1]:.2f} ms a token, {speed.error:.0%} more or less."
-    return best.plan, line
+    return best.plan, planned.shape.key, line
 
 
 def unfitting(planned: Planned) -> MemoryShortage:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from phalanx.cli.fitting_table import FittingTable
 from phalanx.cli.setting_flags import whole
 from phalanx.cluster.check_results import CheckResult
-from phalanx.cluster.host_status import GatewayStatus, HostStatus
+from phalanx.cluster.host_status import GatewayStatus, HostStatus, ServerHealth
 from phalanx.cluster.hostfile_parser import Hostfile, from_names, parse
 from phalanx.cluster.replica_layout import ReplicaLayout
 from phalanx.cluster.shape import shape_of
@@ -194,9 +194,22 @@ def says(status: HostStatus) -> str:
         parts.append(f"{status.fault} {status.remedy}")
     if status.held_s:
         parts.append(f"held back for {status.held_s:.0f} s after a kill")
+    if healthy and status.health is not None and status.health.predicted:
+        parts.append(_speeds(status.health))
     if not parts and status.role and not healthy:
         parts.append(status.last_line[:100])
     return "; ".join(parts)
+
+
+def _speeds(health: ServerHealth) -> str:
+    """Predicted beside measured speed of one stream."""
+    measured = _speed(health.measured) or "nothing yet"
+    return f"predicted {_speed(health.predicted)}; measured {measured}"
+
+
+def _speed(found: Mapping[str, float]) -> str:
+    forms = {"tokens_per_second": "{:.1f} tokens/s", "ttft_seconds": "{:.2f} s to the first of 512"}
+    return ", ".join(form.format(found[name]) for name, form in forms.items() if name in found)
 
 
 def check_results_table(results: Mapping[str, list[CheckResult]], *, all_levels: bool) -> FittingTable:

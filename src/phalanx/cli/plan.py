@@ -11,13 +11,14 @@ from rich.markup import escape
 
 from phalanx.cli.auto_plan import unfitting
 from phalanx.cli.clusters import HostfileOption, Hosts, Python, chosen
+from phalanx.cli.engine_extra import missing_module
 from phalanx.cli.fitting_table import FittingTable, print_table
 from phalanx.cli.setting_flags import flag as setting
 from phalanx.cli.setting_flags import whole
 from phalanx.cli.terminal import note, show_json
 from phalanx.cluster.planner import Planned, PlanRequest, make_plans
 from phalanx.config import EngineConfig
-from phalanx.errors import ExitCode
+from phalanx.errors import ConfigError, ExitCode
 from phalanx.memory import GB
 from phalanx.planning.predictor import PROMPTS, STREAMS, Speed
 from phalanx.planning.recommendation import GroupPlan, Recommendation, Wish, recommend
@@ -42,6 +43,11 @@ def command(
 ) -> int:
     """Show the plans for a model on some hosts: memory, context, predicted speed; and recommend one."""
     alone = hostfile is None and hostfile_option is None and hosts is None
+    if alone and (missing := missing_module()):
+        raise ConfigError(
+            f"This machine cannot say how fast it is: this installation of phalanx has no {missing}.",
+            remedy="Name hosts that have the engine: `phalanx plan MODEL HOSTFILE`, or --hosts A,B.",
+        )
     request = PlanRequest(
         model=model,
         hostfile=None if alone else chosen(hostfile, hostfile_option, hosts),

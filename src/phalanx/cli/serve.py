@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from msgspec.structs import replace
 
+from phalanx.cli.auto_plan import learn_from, read_predicted
 from phalanx.cli.setting_flags import Flags, text_of, with_settings
 from phalanx.cli.terminal import LoadingView, PullView, note, set_up_logging
 from phalanx.config import DEFAULT_MODEL
@@ -21,6 +22,7 @@ from phalanx.model.loading.resolve import resolve_models, with_imported_names
 from phalanx.offline.engine_settings import check_engine, check_start
 from phalanx.server.outputs.output_formats import reasoning_parsers, tool_parsers
 from phalanx.server.requests.generation_defaults import read_defaults
+from phalanx.server.sequences.speed_meter import SpeedMeter
 from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.server.start import serve
 from phalanx.supervision.attach import AttachedEngine
@@ -61,6 +63,7 @@ def command(
         ),
     ] = None,
     stop_on_eof: Annotated[bool, typer.Option(hidden=True)] = False,
+    predicted: Annotated[str, typer.Option(hidden=True, metavar="JSON", help="By `--tp auto`.")] = "",
 ) -> int:
     """Load a model and serve it over an OpenAI-compatible HTTP API until Ctrl-C or SIGTERM."""
     if attach is not None and cluster is not None:
@@ -83,11 +86,17 @@ def command(
     set_up_logging(config.log_level)
     if stop_on_eof:
         _stop_on_eof()
-    return run(config, attach, cluster)
+    return run(config, attach, cluster, SpeedMeter(read_predicted(predicted)))
 
 
-def run(config: ServerConfig, attach: Path | None = None, cluster: Path | None = None) -> int:
-    """Serve until a signal; with `attach`, an engine that connects to this socket; with `cluster`, on its hosts."""
+def run(
+    config: ServerConfig, attach: Path | None = None, cluster: Path | None = None, speeds: SpeedMeter | None = None
+) -> int:
+    """Serve until a signal; with `attach`, an engine that connects to this socket; with `cluster`, on its hosts.
+
+    Args:
+        speeds: measures requests beside a prediction, from which the planner learns at the end.
+    """
     if not is_loopback(config.host) and not config.api_key:
         note(f"warning: {config.host} can be reached from other machines, and no --api-key is set")
     with PullView() as view:
@@ -113,7 +122,10 @@ def run(config: ServerConfig, attach: Path | None = None, cluster: Path | None =
     )
     stay_awake()
     with LoadingView(engine):
-        return serve(config, engine, load_tokenizer, read_defaults(path))
+        code = serve(config, engine, load_tokenizer, read_defaults(path), speeds)
+    if speeds is not None:
+        learn_from(speeds)
+    return code
 
 
 def _prefix_cache_gb(given: float | None, off: bool) -> float | None:

@@ -12,7 +12,13 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.live import Live
 
-from phalanx.cli.auto_plan import plan_request, recommended, without_auto
+from phalanx.cli.auto_plan import (
+    chooses_shape,
+    plan_request,
+    predicted_words,
+    recommended,
+    without_auto,
+)
 from phalanx.cli.clusters import (
     HostfileArgument,
     HostfileOption,
@@ -38,8 +44,9 @@ from phalanx.cluster.deployment import (
     with_https_everywhere,
 )
 from phalanx.cluster.diagnosis import examine, wanted_of, worst
+from phalanx.cluster.host_status import HostReport
 from phalanx.cluster.hostfile_parser import Hostfile
-from phalanx.cluster.lifecycle import Cluster, goal_of, start_all, stop_all, wait_healthy
+from phalanx.cluster.lifecycle import Cluster, goal_of, start_all, statuses, stop_all, wait_healthy
 from phalanx.cluster.network_setup import addressed
 from phalanx.cluster.plans import LOGS, Plan, check, split_keys
 from phalanx.cluster.shape import shape_of
@@ -51,7 +58,7 @@ from phalanx.environment import (
     api_keys_from_environment,
     key_from_environment,
 )
-from phalanx.errors import ClusterError, ConfigError, ExitCode, StartFailed
+from phalanx.errors import ClusterError, ConfigError, ExitCode, MemoryShortage, PhalanxError, StartFailed
 
 DOWN_S = 15.0  # between SIGTERM and SIGKILL, as `phalanx down`
 
@@ -123,7 +130,7 @@ def command(
     if is_auto:
         if replicas > 1:
             raise ConfigError("--replicas and --tp auto exclude each other.", remedy="Give one of them.")
-        file, serve = _planned(file, serve, python)
+        file, serve = asyncio.run(_planned(file, serve, python))
     plan = Plan(
         hostfile=file,
         serve=serve,
@@ -146,19 +153,21 @@ def command(
         )
 
     divided(plan)  # raises before hosts are asked for addresses
-    return asyncio.run(_up(plan, divided, ssl, skip_checks=skip_checks, foreground=foreground))
+    chooses = not (is_auto or skip_checks or replicas > 1 or backend != "auto" or chooses_shape(serve))
+    return asyncio.run(_up(plan, divided, ssl, skip_checks=skip_checks, foreground=foreground, chooses=chooses))
 
 
-def _planned(file: Hostfile, serve: tuple[str, ...], python: str) -> tuple[Hostfile, tuple[str, ...]]:
+async def _planned(file: Hostfile, serve: tuple[str, ...], python: str) -> tuple[Hostfile, tuple[str, ...]]:
     """The hosts and the arguments of `serve` as `phalanx plan` recommends them; says which, and why.
 
     Replicas are recommended by `phalanx plan` only: a gateway has flags and an address of its own.
     """
-    named = asyncio.run(addressed(file, [Remote(host.ssh, python=python) for host in file.hosts]))
-    plan, line = recommended(replace(plan_request(serve), hostfile=named, python=python, replicas=False))
-    note(line)
+    named = await addressed(file, [Remote(host.ssh, python=python) for host in file.hosts])
+    plan, model, line = await recommended(replace(plan_request(serve), hostfile=named, python=python, replicas=False))
     candidate = plan.candidate
     size = len(candidate.hosts)
+    further = len(file.hosts) - size
+    note(line + (f" `-- MODEL --tp {len(file.hosts)}` starts all {len(file.hosts)} hosts." if further else ""))
     if candidate.hosts == tuple(host.ssh for host in named.hosts[:size]):
         file = named.first(size)
     else:  # one host, and not the first
@@ -166,7 +175,37 @@ def _planned(file: Hostfile, serve: tuple[str, ...], python: str) -> tuple[Hostf
             named, hosts=tuple(replace(host, rdma=()) for host in named.hosts if host.ssh in candidate.hosts)
         )
     shape = () if candidate.stages == 1 else ("--tp", str(candidate.width), "--pp", str(candidate.stages))
-    return file, (*serve, *shape)
+    return file, (*serve, *shape, *predicted_words(plan, model))
+
+
+async def _planned_or_all(plan: Plan, console: Console) -> Plan:
+    """What `_planned` chooses; all hosts as one group where the hosts cannot say how fast they are, and why.
+
+    Raises:
+        MemoryShortage: the model fits in no way.
+    """
+    file, remotes = plan.hostfile, plan.remotes()
+    reason = ""
+    if any(host.rdma for host in file.hosts):
+        reason = "the speed of all-reduces over RDMA is not predicted"
+    else:
+        with console.status("measuring the hosts, and the links between them ..."):
+            try:
+                busy = [name for name, one in (await statuses(remotes)).items() if _runs(one)]
+                if not busy:
+                    file, serve = await _planned(file, plan.serve, plan.python)
+                    return replace(plan, hostfile=file, serve=serve)
+                reason = f"{busy[0]} runs a cluster already, which would be measured too"
+            except MemoryShortage:
+                raise
+            except PhalanxError as error:
+                reason = error.message.partition("\n")[0].rstrip(".")
+    note(f"plan: tp {len(file.hosts)} (--tp {len(file.hosts)}), all hosts as one group, unmeasured: {reason}.")
+    return plan
+
+
+def _runs(found: HostReport | ClusterError) -> bool:
+    return isinstance(found, HostReport) and bool(found.status.role) and found.status.ended is None
 
 
 def _admin_key(given: Sequence[str], words: Sequence[str], variable: str) -> str | None:
@@ -177,9 +216,22 @@ def _admin_key(given: Sequence[str], words: Sequence[str], variable: str) -> str
 
 
 async def _up(
-    plan: Plan, divided: Callable[[Plan], Deployment], ssl: Path | None, *, skip_checks: bool, foreground: bool
+    plan: Plan,
+    divided: Callable[[Plan], Deployment],
+    ssl: Path | None,
+    *,
+    skip_checks: bool,
+    foreground: bool,
+    chooses: bool = False,
 ) -> int:
+    """Start what is planned, and wait for it.
+
+    Args:
+        chooses: hosts and shape are chosen by measurements first.
+    """
     console = Console(stderr=True)
+    if chooses and len(plan.hostfile.hosts) > 1:
+        plan = await _planned_or_all(plan, console)
     deployment = divided(replace(plan, hostfile=await addressed(plan.hostfile, plan.remotes())))
     if ssl is not None:
         deployment = _secured(deployment, ssl)

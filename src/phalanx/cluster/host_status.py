@@ -39,6 +39,8 @@ class ServerHealth(Struct, frozen=True, kw_only=True):
     step: str = ""
     restarts: int = 0
     ranks: list[dict[str, Any]] = []
+    predicted: dict[str, float] = {}  # tokens_per_second and ttft_seconds of one stream, if the start was planned
+    measured: dict[str, float] = {}  # the same of requests that ran alone
 
 
 class HostStatus(Struct, frozen=True, kw_only=True):
@@ -194,7 +196,15 @@ def health(spec: Spec, server: psutil.Process | None) -> ServerHealth:
         step=str(progress.get("phase", "")),
         restarts=int(body.get("restarts", 0)),
         ranks=list(body.get("ranks", [])),
+        predicted=_speed(body.get("predicted")),
+        measured=_speed(body.get("measured")),
     )
+
+
+def _speed(found: object) -> dict[str, float]:
+    """Numbers by name; a server of another version may say something else."""
+    pairs = found.items() if isinstance(found, dict) else ()
+    return {str(name): float(value) for name, value in pairs if isinstance(value, int | float)}
 
 
 def _address(spec: Spec) -> tuple[str, int]:

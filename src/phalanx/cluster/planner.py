@@ -22,7 +22,7 @@ from phalanx.planning.model_shape import ModelShape
 from phalanx.planning.nearest import nearest
 from phalanx.planning.predictor import CONTEXT, Speed, predict
 from phalanx.planning.recommendation import GroupPlan
-from phalanx.planning.timings import GroupTimings, RankTimings
+from phalanx.planning.timings import GroupTimings, Learned, RankTimings
 
 SHAPE_S = 180.0  # for a host's answer about a model
 SPEED_S = 900.0  # for a host to measure itself; minutes on a busy machine
@@ -117,7 +117,8 @@ async def _speeds(
         wanted = SpeedRequest(
             path=shapes[remote.name].path, key=shapes[remote.name].shape.key,
             shares=tuple(RankShare(degree=degree, ranks_here=count) for degree, count in shares),
-            groups=tuple(groups), again=request.again,
+            groups=tuple(groups), plans=tuple(one.key for one in own if one.hosts[0] == remote.name),
+            again=request.again,
         )  # fmt: skip
         return await remote.call("plan-speed", wanted, HostSpeed, timeout_s=SPEED_S)
 
@@ -151,7 +152,11 @@ def _speed(
     timings: dict[str, RankTimings] = {}
     for host in candidate.hosts:
         timings[host] = next(one.timings for one in speeds[host].shares if one.share == share)
-    return predict(shape, fit, timings, _group(candidate, speeds, pairs), context=context)
+    first = speeds[candidate.hosts[0]]
+    return predict(
+        shape, fit, timings, _group(candidate, speeds, pairs),
+        serving=first.serving, learned=first.learned.get(candidate.key, Learned()), context=context,
+    )  # fmt: skip
 
 
 def _group(candidate: Candidate, speeds: Mapping[str, HostSpeed], pairs: Sequence[Pair]) -> GroupTimings | None:

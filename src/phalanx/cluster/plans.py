@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from phalanx.cluster.argument_flags import flag_value, split_flag
 from phalanx.cluster.hostfile_parser import Host, Hostfile
-from phalanx.cluster.shape import TP_FLAGS, shape_of
+from phalanx.cluster.shape import shape_of
 from phalanx.cluster.ssh import Remote
 from phalanx.cluster.supervisor import Spec
 from phalanx.config import AGENT_PORT, CREDENTIALS_FILE, DEFAULT_PORT, MAX_RANKS, Backend, ClusterConfig
@@ -56,8 +56,8 @@ class Plan(Struct, frozen=True, kw_only=True):
         return [Remote(host.ssh, python=self.python) for host in self.hostfile.hosts]
 
 
-OURS = (*TP_FLAGS, "--cluster", "--backend", "--attach")
-"""Flags of `serve` that `up` sets itself; with --pp, --tp may say how wide each stage is."""
+OURS = ("--cluster", "--backend", "--attach")
+"""Flags of `serve` that `up` sets itself."""
 
 
 def check(plan: Plan) -> Plan:
@@ -67,7 +67,7 @@ def check(plan: Plan) -> Plan:
         ConfigError: names the flag.
     """
     shape = shape_of(plan.serve)
-    for word in plan.serve if shape.stages == 1 else shape.rest:
+    for word in shape.rest:
         if word.partition("=")[0] in OURS:
             raise ConfigError(
                 f"{word} after `--`: `up` sets it itself.", remedy="Use --num-ranks and --backend before the `--`."

@@ -38,8 +38,9 @@ class Shape(NamedTuple):
             raise _unequal(n_hosts, self.stages)
         widths = self.widths or (n_hosts // self.stages,) * self.stages
         if (needed := sum(widths)) != n_hosts:
+            of_stages = f" and --pp {self.stages} need" if self.stages > 1 else " needs"
             raise ConfigError(
-                f"--tp {','.join(map(str, widths))} and --pp {self.stages} need {needed} hosts, not {n_hosts}.",
+                f"--tp {','.join(map(str, widths))}{of_stages} {needed} hosts, not {n_hosts}.",
                 remedy=f"Every host runs one rank: name {needed} hosts, or "
                 + (f"use --num-ranks {needed}." if needed < n_hosts else "lower one of them."),
             )

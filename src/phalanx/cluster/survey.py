@@ -5,6 +5,7 @@ Does not know MLX: processes of their own read headers and measure. Does not kno
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import subprocess
@@ -13,25 +14,30 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
+import psutil
 from msgspec import Struct
 
-from phalanx.catalog.local_models import find
+from phalanx.catalog.local_models import HUB_ID, find
+from phalanx.catalog.short_names import repository_of
 from phalanx.cluster import machine
+from phalanx.cluster.small_server import SMALL, timed_steps
 from phalanx.config import RUN_PHALANX
 from phalanx.environment import child_environment
-from phalanx.errors import ClusterError
+from phalanx.errors import ClusterError, ModelNotFound
 from phalanx.memory import MachineMemory, guard_bytes
 from phalanx.planning.calibration_store import CalibrationStore
 from phalanx.planning.fit import Measured, fit
-from phalanx.planning.group_overhead import overhead
+from phalanx.planning.group_overhead import overhead, serving_cost
 from phalanx.planning.model_shape import ModelShape
-from phalanx.planning.timings import GroupTimings, RankTimings
+from phalanx.planning.timings import GroupTimings, Learned, RankTimings, ServingCost
 from phalanx.types import ModelInfo
 
 SHAPE_S = 120.0  # to build the largest models from their headers, once for each degree
 MEASURE_S = 300.0  # for one line of a measurement
+ASKING = 30 << 20  # bytes of the process that asks MLX how much memory there is
 GROUP_S = 120.0  # for a small model's group to start and test itself
-SMALL = "demo"  # the model whose group is measured
+LEARNED = "learned"
+MAX_LEARNED = 2.0  # what is further off is no matter of speed: another program, a throttled processor
 PACKAGES = ("phalanx", "phalanx-cpu", "mlx", "mlx-lm")
 
 
@@ -70,6 +76,8 @@ class SpeedRequest(Struct, frozen=True, kw_only=True):
     shares: tuple[RankShare, ...]
     groups: tuple[tuple[int, int], ...] = ()
     """Stages and width of groups of this machine alone."""
+    plans: tuple[str, ...] = ()
+    """`Candidate.key` of those whose server would run here."""
     again: bool = False
     """Measure even what is known."""
 
@@ -90,6 +98,9 @@ class HostSpeed(Struct, frozen=True, kw_only=True):
 
     shares: list[ShareSpeed]
     groups: list[GroupSpeed]
+    serving: ServingCost = ServingCost()
+    learned: dict[str, Learned] = {}
+    """By plan, where one has been started."""
 
 
 class SelfTestOutput(Struct, frozen=True, kw_only=True):
@@ -102,12 +113,15 @@ def shape_here(request: ShapeRequest) -> HostShape:
     """What the model needs and this machine has.
 
     Raises:
-        ModelNotFound: the model is not on this machine.
+        ModelNotFound, ModelError: the model is neither on this machine, nor can its headers be fetched.
         ClusterError: it cannot be served; says why.
         ConfigError: the guard is no number.
     """
-    path = find(request.model).path
+    path = _directory(request.model)
     found = machine.rank_memory()
+    if found.kind == "host":
+        free = found.available + ASKING + _held_here()
+        found = msgspec.structs.replace(found, available=min(found.total, free))
     command = [sys.executable, "-P", "-m", "phalanx.engine.model_shape_reader", str(path), str(request.max_degree)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SHAPE_S, check=False)
@@ -119,6 +133,30 @@ def shape_here(request: ShapeRequest) -> HostShape:
         raise ClusterError(done.stderr.strip().rpartition("\n")[2] or f"{path} cannot be read.") from error
     guard = guard_bytes(found, request.guard_gb)
     return HostShape(path=str(path), shape=shape, memory=found, guard=guard, processors=_processors())
+
+
+def _held_here() -> int:
+    """Bytes of the processes that ask and end before a start: this one, and its parent if that is phalanx."""
+    here = psutil.Process()
+    parent = here.parent()
+    total = 0
+    for process in (here, *(() if parent is None else (parent,))):
+        with contextlib.suppress(psutil.Error):
+            if process == here or any("phalanx" in word for word in process.cmdline()[:5]):
+                total += int(process.memory_full_info().uss)
+    return total
+
+
+def _directory(model: str) -> Path:
+    """The model's directory; of one that is not downloaded, of its headers."""
+    try:
+        return find(model).path
+    except ModelNotFound:
+        if not HUB_ID.fullmatch(repository := repository_of(model)) or "/" not in repository:
+            raise
+    from phalanx.catalog.headers import headers_of  # noqa: PLC0415 - needs the engine's packages
+
+    return headers_of(repository)
 
 
 def speed_here(request: SpeedRequest, store: CalibrationStore | None = None) -> HostSpeed:
@@ -136,7 +174,23 @@ def speed_here(request: SpeedRequest, store: CalibrationStore | None = None) -> 
         GroupSpeed(stages=stages, width=width, timings=_group(stages, width, store, again=request.again))
         for stages, width in request.groups
     ]
-    return HostSpeed(shares=shares, groups=groups)
+    learned = {plan: found for plan in request.plans if (found := store.get((LEARNED, request.key, plan), Learned))}
+    return HostSpeed(shares=shares, groups=groups, serving=_serving(store, again=request.again), learned=learned)
+
+
+def learn(model: str, plan: str, found: Learned, store: CalibrationStore | None = None) -> None:
+    """Keep what a start of a plan measured over what was predicted, within MAX_LEARNED.
+
+    Args:
+        model: `ModelShape.key`.
+        plan: `Candidate.key`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    store = store or CalibrationStore(Path.home() / ".phalanx", machine_key())
+    rate, ttft = (min(MAX_LEARNED, max(1 / MAX_LEARNED, one)) for one in (found.rate, found.ttft))
+    store.put((LEARNED, model, plan), Learned(rate=rate, ttft=ttft))
 
 
 def machine_key() -> tuple[str, ...]:
@@ -240,14 +294,12 @@ def _asked(what: str, benches: list[_Bench]) -> list[Measured]:
 
 
 def _group(stages: int, width: int, store: CalibrationStore, *, again: bool) -> GroupTimings:
-    """What a group of this machine adds to a step: its self-test's, less what its ranks compute."""
+    """What a group of this machine adds to a small model's steps, and its all-reduces as its self-test times them."""
     what = ("group", f"{stages} stages", f"{width} wide")
     known = None if again else store.get(what, GroupTimings)
     if known is not None:
         return known
-    small = shape_here(ShapeRequest(model=SMALL, max_degree=width))
-    share = RankShare(degree=width, ranks_here=stages * width)
-    timings = _timings(small.path, small.shape.key, share, store, again=again)
+    small, timings = _small(stages, width, store, again=again)
     command = [sys.executable, *RUN_PHALANX, "selftest", SMALL, "--json", "--tp", str(width), "--pp", str(stages)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=GROUP_S, check=False)
@@ -257,6 +309,25 @@ def _group(stages: int, width: int, store: CalibrationStore, *, again: bool) -> 
             f"A group of {stages * width} ranks did not pass its self-test here.",
             remedy=f"`phalanx selftest {SMALL} --tp {width} --pp {stages}` says why.",
         ) from error
-    found = overhead((width,) * stages, info.self_test, timings, small.shape)
+    served = timed_steps(stages, width)
+    found = overhead((width,) * stages, served, _serving(store), info.self_test, timings, small)
     store.put(what, found)
     return found
+
+
+def _serving(store: CalibrationStore, *, again: bool = False) -> ServingCost:
+    """What a server on this machine adds to what its ranks compute: a small model's steps, less what one computes."""
+    known = None if again else store.get(("serving",), ServingCost)
+    if known is not None:
+        return known
+    small, timings = _small(1, 1, store, again=again)
+    found = serving_cost(timed_steps(1, 1), timings, small)
+    store.put(("serving",), found)
+    return found
+
+
+def _small(stages: int, width: int, store: CalibrationStore, *, again: bool) -> tuple[ModelShape, RankTimings]:
+    """The small model, and a rank's times with it."""
+    small = shape_here(ShapeRequest(model=SMALL, max_degree=width))
+    share = RankShare(degree=width, ranks_here=stages * width)
+    return small.shape, _timings(small.path, small.shape.key, share, store, again=again)

@@ -45,16 +45,18 @@ from phalanx.sched.prefill_budget import prefill_bounds
 from phalanx.sched.scheduler import Scheduler, SchedulerConfig
 from phalanx.spec.running_grammars import Grammars
 from phalanx.text.grammar import GrammarCompiler
-from phalanx.types import FromEngine, Sampling, SequenceRequest, StopRule, Submit
+from phalanx.types import Cancel, FromEngine, Sampling, SequenceRequest, StopRule, Submit
 
 FEW = 2  # layers of the first measurement
 MORE_BYTES = 128 << 20  # of further weights in the second one: more than fits in processor caches
 ROWS = (1, 4, 16)
 SHORT, LONG = 32, 1024  # context of decoding rows, in tokens
-READ = 2048  # tokens of the timed prompt
-CHUNK = 256  # most tokens of a chunk: the cost of context shows only over several chunks
-STEPS = 16  # timed decode steps
-SKIPPED = 4  # untimed steps after the first token, in which graphs are captured
+READ = 2560  # tokens of the timed prompt, of several chunks: only over these the cost of context shows
+STEPS = 16  # timed decode steps at least
+MAX_STEPS = 128  # at most
+TIMED_S = 0.1  # of timed steps, unless they are MAX_STEPS: steps of a tiny model are shorter than the clock's noise
+SKIPPED = 8  # untimed steps after the first token, in which graphs are captured
+TURNS = 2  # of each bench for the same figure: what else the machine does then meets both
 
 
 class CalibrationRequest(Struct, frozen=True, kw_only=True):
@@ -103,21 +105,24 @@ class Bench:
         absorb_short_queries(loaded.model)
         self.weights = loaded.weights_bytes
         self.count = len(kept)
-        self._leader = _leader(loaded, reducer)
+        self._leader = _leader(loaded, reducer, stages=request.ranks_here // request.degree)
         self._number = 0
 
     def decode(self, rows: int, context: int) -> list[float]:
         """Seconds of steps that decode `rows` rows, each after a prompt of `context` tokens."""
-        self._submit(rows, context, STEPS + SKIPPED + 1)
-        while self._leader.scheduler.counters.generated_tokens < self._expected(rows):
+        names = self._submit(rows, context, MAX_STEPS + SKIPPED + 1)
+        while self._leader.scheduler.counters.generated_tokens < self._started + rows * SKIPPED:
             self._leader.step()
-        seconds = []
-        for _ in range(STEPS + SKIPPED - 1):
+        seconds: list[float] = []
+        while len(seconds) < STEPS or (sum(seconds) < TIMED_S and len(seconds) < MAX_STEPS):
             before = time.perf_counter()
             self._leader.step()
             seconds.append(time.perf_counter() - before)
-        self._drain()
-        return seconds[SKIPPED - 1 :]
+        for name in names:
+            self._leader.handle(Cancel(name))
+        while self._leader.scheduler.by_id:
+            self._leader.step()
+        return seconds
 
     def prompt(self, tokens: int) -> list[Chunk]:
         """The chunks of one prompt, except the last one, which also samples."""
@@ -134,8 +139,10 @@ class Bench:
             done += n
         return chunks[:-1]
 
-    def _submit(self, rows: int, context: int, n: int) -> None:
+    def _submit(self, rows: int, context: int, n: int) -> list[str]:
+        """Submit prompts; returns their ids."""
         self._started = self._leader.scheduler.counters.generated_tokens
+        names = []
         for _ in range(rows):
             self._number += 1
             prompt = [(7919 * (i + self._number)) % 250 for i in range(context)]
@@ -144,13 +151,8 @@ class Bench:
                 id=name, group=name, prompt=prompt, sampling=Sampling(temperature=0.0), stop=StopRule(max_tokens=n)
             )
             self._leader.handle(Submit(request))
-
-    def _expected(self, rows: int) -> int:
-        return self._started + rows
-
-    def _drain(self) -> None:
-        while self._leader.scheduler.by_id:
-            self._leader.step()
+            names.append(name)
+        return names
 
 
 def chosen_layers(n_layers: int, count: int) -> list[int]:
@@ -172,7 +174,7 @@ def counts_of(layer_bytes: Sequence[int]) -> tuple[int, int]:
     return few, min(n, few + max(2, -(-MORE_BYTES // mean)))
 
 
-def _leader(loaded: load.Loaded, reducer: ShardReducer) -> Leader:
+def _leader(loaded: load.Loaded, reducer: ShardReducer, stages: int) -> Leader:
     facts = registry.inspect(loaded.model, loaded.config)
     reducer.discard()
     runner = Runner(loaded.model, facts, loaded.dtype, reducer)
@@ -183,11 +185,10 @@ def _leader(loaded: load.Loaded, reducer: ShardReducer) -> Leader:
         bytes_per_token=facts.bytes_per_token, bytes_per_row=facts.bytes_per_row,
     )  # fmt: skip
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
+    bounds = prefill_bounds(on_gpu=on_gpu, stages=stages, max_tokens=None, rows=max(ROWS))
     config = SchedulerConfig(
         limits=limits,
-        prefill=prefill_bounds(on_gpu=on_gpu, stages=1, max_tokens=None if on_gpu else CHUNK, rows=max(ROWS))._replace(
-            first=CHUNK
-        ),
+        prefill=bounds._replace(first=bounds.max_tokens),
         target_step_s=0.25,
         decode_share=0.0,
         prefix_budget=0,
@@ -217,8 +218,11 @@ class Calibration:
         """Steps with different numbers of rows, and one row with a long context. The benches take turns."""
         found: list[Decode] = []
         for rows, context in (*((rows, SHORT) for rows in ROWS), (1, LONG)):
-            for bench in self._benches:
-                seconds = sorted(bench.decode(rows, context))
+            timed: dict[Bench, list[float]] = {bench: [] for bench in self._benches}
+            for bench in self._benches * TURNS:
+                timed[bench] += bench.decode(rows, context)
+            for bench, steps in timed.items():
+                seconds = sorted(steps)
                 quarter = len(seconds) // 4
                 found.append(
                     Decode(

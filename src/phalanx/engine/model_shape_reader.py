@@ -83,6 +83,7 @@ def read_shape(path: Path, max_degree: int) -> ModelShape:
         width=0 if found is None else found.width,
         activation_bytes=whole.dtype.size,
         page_tokens=page_tokens(facts.layouts) if in_pages() else GRANULE,
+        tokenizer_bytes=_size_of(path / "tokenizer.json"),
         max_len=facts.max_len,
         parts=None if found is None else parts_of(costs(stored, found)),
         uncut=uncut,
@@ -96,6 +97,10 @@ def lazy_model(path: Path) -> Module:
     """The model as the files have it; nothing is read."""
     config = check_config(path, trust_remote_code=False)
     return build(path, config, read_headers(path), trust_remote_code=False).model
+
+
+def _size_of(file: Path) -> int:
+    return file.stat().st_size if file.is_file() else 0
 
 
 def _key(prepared: load.Prepared) -> str:

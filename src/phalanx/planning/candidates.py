@@ -20,7 +20,8 @@ READ_AHEAD = 128 << 20  # bytes that a loading rank holds besides its largest te
 DEFAULT_CONTEXT = 8192  # if the model names none
 GRANULE = 256  # tokens; the context is a multiple, and the start wants room for one row of so many
 PROCESS = 80 << 20  # bytes of a rank besides weights and caches: Python, MLX, kernels; 76 MB of Pss with the demo model
-SERVER = 110 << 20  # bytes of the server's processes, on rank 0's host; 105 MB of Pss with the demo model
+SERVER = 104 << 20  # bytes of the server's processes, on rank 0's host, without the tokenizer
+TOKENIZER = 22  # bytes of them for each one of tokenizer.json: two processes have it
 ROW = 4096  # tokens per counted row
 
 
@@ -58,6 +59,11 @@ class Candidate(Struct, frozen=True, kw_only=True):
         kinds = [f"tp {self.width}"] * (self.width > 1) + [f"pp {self.stages}"] * (self.stages > 1)
         group = " x ".join(kinds) or "one rank"
         return group if self.replicas == 1 else f"{self.replicas} replicas of {group}"
+
+    @property
+    def key(self) -> str:
+        """Name and hosts, under which the planner keeps what earlier starts measured."""
+        return f"{self.name} on {', '.join(self.hosts)}"
 
     @property
     def flags(self) -> str:
@@ -163,7 +169,7 @@ def _fit_group(
     if max_len is not None and shape.max_len is not None and max_len > shape.max_len:
         return Fit(candidate=group, problem=f"the model's own context is {shape.max_len:,} tokens")
     parts = shape.share(group.width)
-    hosts = {name: _started(hosts[name], group) for name in group.hosts}
+    hosts = {name: _started(hosts[name], group, shape) for name in group.hosts}
     topology = Topology((group.width,) * group.stages)
     try:
         split = _split(shape, topology, [hosts[name] for name in group.hosts], group)
@@ -190,7 +196,7 @@ def _fit_group(
         ranks=tuple(
             RankMemory(
                 host=one.host, rank=one.rank, layers=_ends(split[topology.place(one.rank).stage]),
-                process=PROCESS + SERVER * (one.rank == 0), weights=one.weights,
+                process=PROCESS + server_bytes(shape) * (one.rank == 0), weights=one.weights,
                 loading=one.working, kv=budget.kv, prefixes=budget.prefix,
             )
             for one, budget in zip(predictions, budgets, strict=True)
@@ -201,12 +207,17 @@ def _fit_group(
     )  # fmt: skip
 
 
-def _started(host: PlanHost, group: Candidate) -> PlanHost:
+def server_bytes(shape: ModelShape) -> int:
+    """What the server's processes hold."""
+    return SERVER + TOKENIZER * shape.tokenizer_bytes
+
+
+def _started(host: PlanHost, group: Candidate, shape: ModelShape) -> PlanHost:
     """The host once the group's processes run, before they load: then the start looks at what is free.
 
     A GPU's own memory holds none of them.
     """
-    taken = PROCESS * group.hosts.count(host.name) + SERVER * (host.name == group.hosts[0])
+    taken = PROCESS * group.hosts.count(host.name) + server_bytes(shape) * (host.name == group.hosts[0])
     if host.memory.kind == "cuda":
         return host
     return replace(host, memory=replace(host.memory, available=max(0, host.memory.available - taken)))

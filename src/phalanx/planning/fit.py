@@ -12,6 +12,9 @@ from msgspec import Struct
 
 from phalanx.planning.timings import DecodePoint, RankTimings
 
+MIN_ENDS, MAX_ENDS = -1.0, 4.0
+"""Bounds of what a chunk takes besides its layers, in layers; beyond is noise."""
+
 
 class Decode(Struct, frozen=True, kw_only=True):
     """The time of a decode step of a model cut to `layers` layers."""
@@ -55,13 +58,14 @@ def fit(degree: int, decoding: Sequence[Measured], prompts: Sequence[Measured]) 
     long = max(step.context for step in steps)
     behind, _ = _line(_slowest([step for step in steps if (step.rows, step.context) == (1, long)]))
     per_context = max(0.0, behind - points[0].layer_s) / max(1, long - short)
-    token_s, token_context_s = _of_chunks([chunk for one in prompts for chunk in one.chunks])
+    token_s, token_context_s, chunk_layers = _of_chunks([chunk for one in prompts for chunk in one.chunks])
     return RankTimings(
         degree=degree,
         decode=tuple(points),
         decode_context_s=per_context,
         token_s=token_s,
         token_context_s=token_context_s,
+        chunk_layers=chunk_layers,
         spread=statistics.median(step.spread for step in steps),
     )
 
@@ -83,17 +87,43 @@ def _line(by_layers: dict[int, float]) -> tuple[float, float]:
     return slope, max(0.0, by_layers[few] - slope * few)
 
 
-def _of_chunks(chunks: Sequence[Chunk]) -> tuple[float, float]:
-    """Seconds of a layer per prompt token, and per prompt token and token of context: least squares over chunks.
+def _of_chunks(chunks: Sequence[Chunk]) -> tuple[float, float, float]:
+    """Seconds of a layer per prompt token, and per prompt token and token of context; and everything else, in layers.
 
-    Everything outside the layers is below the noise: a chunk computes no head.
+    How times grow with the context is the same for all chunks: least squares. At their mean context, the time is a
+    line over the number of layers. It does not begin at 0: nothing computes what the last layer gives for a chunk.
     """
-    xs = [chunk.context + chunk.tokens / 2 for chunk in chunks]
-    ys = [chunk.seconds / chunk.tokens / chunk.layers for chunk in chunks]
     if not chunks:
-        return 0.0, 0.0
-    mean_x, mean_y = statistics.fmean(xs), statistics.fmean(ys)
+        return 0.0, 0.0, 0.0
+    mean_x = statistics.fmean(_middle(chunk) for chunk in chunks)
+    growth = _growth(chunks, mean_x)
+    at_mean: dict[int, list[float]] = {}
+    for chunk in chunks:
+        there = chunk.seconds / chunk.tokens / (1 + growth * (_middle(chunk) - mean_x))
+        at_mean.setdefault(chunk.layers, []).append(there)
+    few, more = min(at_mean), max(at_mean)
+    y_few, y_more = statistics.fmean(at_mean[few]), statistics.fmean(at_mean[more])
+    slope, ends = y_more / more, 0.0
+    if y_more > y_few > 0:
+        slope = (y_more - y_few) / (more - few)
+        ends = max(MIN_ENDS, min(MAX_ENDS, y_few / slope - few))
+        slope = y_more / (more + ends)
+    return slope * (1 - growth * mean_x), slope * growth, ends
+
+
+def _middle(chunk: Chunk) -> float:
+    """Tokens before the middle one of a chunk."""
+    return chunk.context + chunk.tokens / 2
+
+
+def _growth(chunks: Sequence[Chunk], mean_x: float) -> float:
+    """How much longer a chunk takes for each token before it, relative to the time at the mean."""
+    xs = [_middle(chunk) for chunk in chunks]
+    mean_y = {
+        layers: statistics.fmean(chunk.seconds / chunk.tokens for chunk in chunks if chunk.layers == layers)
+        for layers in {chunk.layers for chunk in chunks}
+    }
+    ys = [chunk.seconds / chunk.tokens / mean_y[chunk.layers] if mean_y[chunk.layers] else 1.0 for chunk in chunks]
     varies = sum((x - mean_x) ** 2 for x in xs)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / varies if varies else 0.0
-    slope = min(max(0.0, slope), mean_y / max(1.0, mean_x))
-    return mean_y - slope * mean_x, slope
+    slope = sum((x - mean_x) * (y - 1) for x, y in zip(xs, ys, strict=True)) / varies if varies else 0.0
+    return min(max(0.0, slope), 1 / max(1.0, mean_x))

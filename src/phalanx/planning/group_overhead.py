@@ -1,35 +1,71 @@
-"""The overhead of a group per step: from a small model's self-test on the same machines, or from link speeds.
+"""What serving and a group add to each step: from a small model served on the same machine, or from link speeds.
 
 Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from phalanx.planning.model_shape import ModelShape
-from phalanx.planning.timings import AllReduce, GroupTimings, RankTimings
+from phalanx.planning.predictor import decode_point
+from phalanx.planning.timings import AllReduce, GroupTimings, RankTimings, ServedSteps, ServingCost
 from phalanx.types import SelfTest
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22)  # bytes of all-reduces derived from link speeds
 
 
-def overhead(widths: tuple[int, ...], test: SelfTest | None, timings: RankTimings, shape: ModelShape) -> GroupTimings:
-    """The time of the self-test's step, minus the ranks' computation and the all-reduces.
+def serving_cost(served: ServedSteps, timings: RankTimings, shape: ModelShape) -> ServingCost:
+    """What a client of one rank waits for besides the rank's computation.
 
     Args:
-        timings, shape: of the tested model.
+        timings, shape: of the served model.
     """
-    if test is None:
-        return GroupTimings(widths=widths, step_s=0.0)
+    step_s, row_s = _line({rows: s - _computed_s(timings, shape, rows, served) for rows, s in served.step_s.items()})
+    prompt_s = (served.prompt - 1) * shape.n_layers * timings.token_s + _computed_s(timings, shape, 1, served)
+    return ServingCost(step_s=step_s, row_s=row_s, first_s=max(0.0, served.first_s - prompt_s))
+
+
+def overhead(
+    widths: tuple[int, ...],
+    served: ServedSteps,
+    cost: ServingCost,
+    test: SelfTest | None,
+    timings: RankTimings,
+    shape: ModelShape,
+) -> GroupTimings:
+    """The time of the served steps, minus the ranks' computation, the all-reduces and what serving costs.
+
+    Args:
+        cost: of one rank's server on this machine.
+        timings, shape: of the served model.
+    """
     figures = tuple(
         AllReduce(bytes=figure.bytes, seconds=figure.median_us / 1e6)
-        for figure in sorted(test.all_reduce, key=lambda figure: figure.bytes)
+        for figure in sorted([] if test is None else test.all_reduce, key=lambda figure: figure.bytes)
     )
-    point = timings.decode[0]
-    computed_s = point.layer_s * shape.n_layers + point.ends_s
     sums_s = shape.share(widths[0]).sums * figures[0].seconds if figures else 0.0
-    return GroupTimings(widths=widths, step_s=max(0.0, test.step_ms / 1000 - computed_s - sums_s), all_reduce=figures)
+    beyond = {
+        rows: s - _computed_s(timings, shape, rows, served) - cost.step_s - rows * cost.row_s - sums_s
+        for rows, s in served.step_s.items()
+    }
+    step_s, row_s = _line(beyond)
+    return GroupTimings(widths=widths, step_s=step_s, row_s=row_s, all_reduce=figures)
+
+
+def _computed_s(timings: RankTimings, shape: ModelShape, rows: int, served: ServedSteps) -> float:
+    """Seconds of a step without anything around it."""
+    layer_s, ends_s = decode_point(timings, rows)
+    return shape.n_layers * (layer_s + rows * served.context[rows] * timings.decode_context_s) + ends_s
+
+
+def _line(by_rows: Mapping[int, float]) -> tuple[float, float]:
+    """Seconds of a step and of each of its rows, neither below 0: through the fewest and the most rows."""
+    few, many = min(by_rows), max(by_rows)
+    least, most = max(0.0, by_rows[few]), max(0.0, by_rows[many])
+    row_s = max(0.0, (most - least) / (many - few)) if many > few else 0.0
+    row_s = min(row_s, least / few)
+    return least - few * row_s, row_s
 
 
 def from_links(widths: tuple[int, ...], round_trips_s: Sequence[float], bytes_per_s: Sequence[float]) -> GroupTimings:

@@ -64,6 +64,8 @@ class ModelShape(Struct, frozen=True, kw_only=True):
     """Bytes of one element of the hidden states."""
     page_tokens: Annotated[int, Meta(ge=1)] = 256
     """Tokens by which the memory of a row grows."""
+    tokenizer_bytes: Bytes = 0
+    """Of tokenizer.json, which the server has in memory in another form."""
     max_len: int | None = None
     """The model's own context, in tokens."""
     parts: Parts | None = None

@@ -15,7 +15,7 @@ from msgspec import Struct
 from phalanx.dist.topology import Topology
 from phalanx.planning.candidates import Fit
 from phalanx.planning.model_shape import ModelShape, RankParts
-from phalanx.planning.timings import DecodePoint, GroupTimings, RankTimings
+from phalanx.planning.timings import DecodePoint, GroupTimings, Learned, RankTimings, ServingCost
 from phalanx.sched.prefill_budget import MIN_CHUNK, PREFILL_ONLY, prefill_bounds
 
 PROMPTS = (512, 4000, 30000)
@@ -45,6 +45,8 @@ class Speed(Struct, frozen=True, kw_only=True):
     """The largest part of one stream's time per token."""
     parts_s: dict[Limit, float]
     """The parts of one stream's seconds per token."""
+    learned: Learned = Learned()
+    """Factors in `tokens_per_s` and `ttft_s` from earlier starts."""
 
 
 class _Part(Struct, frozen=True):
@@ -62,6 +64,8 @@ def predict(
     timings: Mapping[str, RankTimings],
     group: GroupTimings | None,
     *,
+    serving: ServingCost | None = None,
+    learned: Learned = Learned(),
     context: int = CONTEXT,
 ) -> Speed:
     """The speed of a plan that fits.
@@ -69,27 +73,33 @@ def predict(
     Args:
         timings: by host, measured with the plan's width and ranks per host.
         group: None for single ranks.
+        serving: of the first host, where the server runs; None: as its ranks see it, without HTTP.
+        learned: from earlier starts of this plan.
         context: tokens of a decoding row.
     """
     candidate = fit.candidate
     parts = shape.share(candidate.width)
     stages = _stages(parts, fit, timings)
     link = group or GroupTimings(widths=(1,), step_s=0.0)
+    cost = serving or ServingCost()
     slices = _slices(shape, parts, stages, link, 1, context)
+    first = sum(slices.values()) + cost.first_s
+    slices["Python"] += cost.step_s + cost.row_s
     rates = {}
     for streams in STREAMS:
         rows = -(-streams // candidate.replicas)
-        rates[streams] = streams / sum(_slices(shape, parts, stages, link, rows, context).values())
-    first = sum(slices.values())
+        computed_s = sum(_slices(shape, parts, stages, link, rows, context).values())
+        rates[streams] = streams / (computed_s + cost.step_s + rows * cost.row_s)
     ttft = {tokens: _prompt_s(shape, parts, stages, link, tokens) + first for tokens in PROMPTS if tokens < fit.context}
     spread = max(stage.timings.spread for stage in stages)
     further = 0.0 if candidate.size == 1 else GROUP if link.measured else LINKS
     return Speed(
-        ttft_s=ttft,
-        tokens_per_s=rates,
+        ttft_s={tokens: seconds * learned.ttft for tokens, seconds in ttft.items()},
+        tokens_per_s={streams: rate * learned.rate for streams, rate in rates.items()},
         error=math.hypot(METHOD, spread, further),
         limit=max(slices, key=lambda name: slices[name]),
         parts_s=slices,
+        learned=learned,
     )
 
 
@@ -150,7 +160,7 @@ def _slices(
     return {
         "memory reads": reads,
         "arithmetic": arithmetic,
-        "link latency": latency + link.step_s,
+        "link latency": latency + link.step_s + rows * link.row_s,
         "link bandwidth": bandwidth,
         "Python": python,
     }
@@ -189,7 +199,7 @@ def _all_reduce_s(link: GroupTimings, size: int) -> float:
 
 def _prompt_s(shape: ModelShape, parts: RankParts, stages: Sequence[_Part], link: GroupTimings, tokens: int) -> float:
     """Seconds to compute all tokens of a prompt but the last."""
-    token_s = stages[-1].layers * stages[-1].timings.token_s  # the leader's stage, by whose time it plans chunks
+    token_s = _chunk_layers(stages[-1]) * stages[-1].timings.token_s  # by the leader's stage it plans chunks
     max_chunk = prefill_bounds(on_gpu=shape.on_gpu, stages=len(stages), max_tokens=None, rows=max(STREAMS)).max_tokens
     chunk = max(MIN_CHUNK, min(max_chunk, int(PREFILL_ONLY * TARGET_S / token_s) if token_s else max_chunk))
     total_s, done = 0.0, 0
@@ -208,4 +218,9 @@ def _chunk_s(shape: ModelShape, parts: RankParts, stage: _Part, link: GroupTimin
     sent = tokens * shape.width * shape.activation_bytes
     sums = sum(_sums_s(parts, link, sent)) * stage.share
     hop = 0.0 if stage.is_last or not link.bytes_per_s else sent / link.bytes_per_s
-    return stage.layers * tokens * per_token + sums + hop
+    return _chunk_layers(stage) * tokens * per_token + sums + hop
+
+
+def _chunk_layers(stage: _Part) -> float:
+    """What a chunk computes of a stage, in layers."""
+    return max(0.0, stage.layers + (stage.timings.chunk_layers if stage.is_last else 0.0))

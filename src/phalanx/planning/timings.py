@@ -35,6 +35,8 @@ class RankTimings(Struct, frozen=True, kw_only=True):
     """Of one layer, per prompt token."""
     token_context_s: Seconds
     """Of one layer, per prompt token and token of context."""
+    chunk_layers: float = 0.0
+    """Everything else of a chunk, in layers. Below 0: of the last layer, a chunk needs keys and values only."""
     spread: float
     """Half the interquartile range of step times, relative to their median."""
 
@@ -46,12 +48,46 @@ class AllReduce(Struct, frozen=True, kw_only=True):
     seconds: Seconds
 
 
+class ServedSteps(Struct, frozen=True, kw_only=True):
+    """What a client of a small model's server saw."""
+
+    prompt: int
+    """Tokens of each prompt."""
+    context: dict[int, int]
+    """Tokens of a decoding row, on average, by number of streams."""
+    step_s: dict[int, Seconds]
+    """Of a step, by number of streams."""
+    first_s: Seconds
+    """To the first token."""
+
+
+class ServingCost(Struct, frozen=True, kw_only=True):
+    """What a server on this machine adds to what its ranks compute: HTTP, events, and the client's own part of it."""
+
+    step_s: Seconds = 0.0
+    """Of every step."""
+    row_s: Seconds = 0.0
+    """And of every row in it."""
+    first_s: Seconds = 0.0
+    """Of a request, once."""
+
+
+class Learned(Struct, frozen=True, kw_only=True):
+    """What earlier starts of a plan measured, over what was predicted for them."""
+
+    rate: Annotated[float, Meta(gt=0.0)] = 1.0
+    """Of tokens per second."""
+    ttft: Annotated[float, Meta(gt=0.0)] = 1.0
+
+
 class GroupTimings(Struct, frozen=True, kw_only=True):
     """A group's overhead per step, measured with a small model on the same hosts."""
 
     widths: tuple[int, ...]
     step_s: Seconds
     """Per step, besides computation and all-reduces: sending the plan, hops between stages, waits."""
+    row_s: Seconds = 0.0
+    """And for every row in it."""
     all_reduce: tuple[AllReduce, ...] = ()
     """By ascending size."""
     bytes_per_s: float = 0.0

@@ -54,6 +54,7 @@ from phalanx.server.sequences.journal import Journal
 from phalanx.server.sequences.queue_room import PROMPT_BODIES
 from phalanx.server.sequences.request_log import RequestLog
 from phalanx.server.sequences.server_metrics import ServerMetrics
+from phalanx.server.sequences.speed_meter import SpeedMeter
 from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.supervision.client import EngineClient
 from phalanx.text.tokenizer import Tokenizer
@@ -96,12 +97,14 @@ def create_app(
     *,
     defaults: GenerationDefaults | None = None,
     on_failure: Callable[[BaseException], None] | None = None,
+    speeds: SpeedMeter | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> ServerApp:
     """A server on this engine.
 
     Args:
         defaults: sampling parameters for fields that a request leaves out; see `defaults.read_defaults`.
+        speeds: measures requests beside a prediction.
         on_failure: called when the engine cannot be started at all, or when a bug ended a background task.
         clock: monotonic seconds.
     """
@@ -121,7 +124,7 @@ def create_app(
         auto_tools=config.enable_auto_tool_choice,
     )
     determinism_key = determinism_key_of(config, served, tokenizer.fingerprint())
-    metrics = ServerMetrics(served.names[0])
+    metrics = ServerMetrics(served.names[0], speeds)
     keys = ApiKeys(config.api_key)
     if config.engine.prefix_cache_dir is not None:
         engine.subscribe(KeptOwners(engine, keys))  # before the journal, which submits sequences

@@ -16,6 +16,7 @@ from phalanx.http.connection_table import Deadlines
 from phalanx.http.listening import base_url, server_context
 from phalanx.http.service import HttpService, handling
 from phalanx.server.requests.parsed import GenerationDefaults, served_names
+from phalanx.server.sequences.speed_meter import PredictedSpeed, SpeedMeter
 from phalanx.server.server_app import create_app
 from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.server.start import ending_signals, limits_of
@@ -35,6 +36,7 @@ class ServerProcess:
         listeners: bound and listening TCP sockets: of `config.port` and, if there is one, of `config.ollama_port`.
             Both share the routes and the limits.
         defaults: sampling parameters of requests that set none.
+        speeds: measures requests beside a prediction.
         deadlines: how long clients may keep a connection waiting.
     """
 
@@ -46,11 +48,13 @@ class ServerProcess:
         listeners: Sequence[socket.socket],
         defaults: GenerationDefaults | None = None,
         deadlines: Deadlines = Deadlines(),
+        speeds: SpeedMeter | None = None,
     ) -> None:
-        app = create_app(config, engine, tokenizer, defaults=defaults, on_failure=self._on_failure)
+        app = create_app(config, engine, tokenizer, defaults=defaults, on_failure=self._on_failure, speeds=speeds)
         self.port, *self.further_ports = (int(listener.getsockname()[1]) for listener in listeners)
         self._settings = config
         self._engine = engine
+        self._speeds = speeds
         self._listeners = listeners
         self._deadlines = deadlines
         self.tls = server_context(config.ssl_certfile, config.ssl_keyfile)
@@ -112,6 +116,8 @@ class ServerProcess:
             url = base_url(self._settings.host, self.port, tls=tls)
             served = self.app.served
             log.info("%s", served.formats.describe(shows_tools=served.shows_tools))
+            if self._speeds is not None and self._speeds.predicted is not None:
+                log.info("%s", _beside(self._speeds.predicted, info))
             log.info("a page for browsers: %s/", url.removesuffix("/v1"))
             for port in self.further_ports:
                 other = base_url(self._settings.host, port, tls=tls).removesuffix("/v1")
@@ -165,3 +171,16 @@ class ServerProcess:
 
     def _fail_unfinished(self) -> None:
         self.app.journal.fail_all(EngineUnavailable("The server is shutting down.", retry_after=5.0))
+
+
+def _beside(predicted: PredictedSpeed, info: ModelInfo) -> str:
+    """What was predicted, beside the first figure of the self-test, which a single rank does not have."""
+    text = (
+        f"predicted: {predicted.tokens_per_second:.1f} tokens/s with one stream, {predicted.ttft_seconds:.2f} s to the "
+        "first token of 512"
+    )
+    if info.self_test is None or not info.self_test.step_ms:
+        return text
+    return (
+        f"{text}; the self-test's took {info.self_test.step_ms:.2f} ms ({1000 / info.self_test.step_ms:.1f} a second)"
+    )

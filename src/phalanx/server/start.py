@@ -17,6 +17,7 @@ from phalanx.http.connection_table import ConnectionLimits, limits_for
 from phalanx.http.listening import bind, server_context
 from phalanx.open_files import raise_limit
 from phalanx.server.requests.parsed import GenerationDefaults
+from phalanx.server.sequences.speed_meter import SpeedMeter
 from phalanx.server.settings.server_settings import ServerConfig
 from phalanx.supervision.client import EngineClient
 from phalanx.text.tokenizer import Tokenizer
@@ -29,12 +30,14 @@ def serve(
     engine: EngineClient,
     load_tokenizer: Callable[[], Tokenizer],
     defaults: GenerationDefaults | None = None,
+    speeds: SpeedMeter | None = None,
 ) -> int:
     """Serve until a signal, or until the engine has failed to start. Returns the exit code.
 
     Args:
         load_tokenizer: called in another thread, after the engine has begun to load.
         defaults: sampling parameters of requests that set none.
+        speeds: measures requests beside a prediction.
 
     Raises:
         ConfigError: the address cannot be bound, or the certificate cannot be used; says which and what to do.
@@ -46,7 +49,7 @@ def serve(
         listeners = [stack.enter_context(bind(config.host, config.port))]
         if config.ollama_port is not None:
             listeners.append(stack.enter_context(bind(config.host, config.ollama_port, "--ollama-port")))
-        return asyncio.run(_serve(config, engine, load_tokenizer, listeners, defaults))
+        return asyncio.run(_serve(config, engine, load_tokenizer, listeners, defaults, speeds))
 
 
 def limits_of(config: ServerConfig) -> ConnectionLimits:
@@ -67,6 +70,7 @@ async def _serve(
     load_tokenizer: Callable[[], Tokenizer],
     listeners: Sequence[socket.socket],
     defaults: GenerationDefaults | None,
+    speeds: SpeedMeter | None,
 ) -> int:
     """Prepare a server and run it. A signal during the preparation closes the engine; later the server drains."""
     loop = asyncio.get_running_loop()
@@ -85,7 +89,7 @@ async def _serve(
     if preparing.cancelled():
         return ExitCode.OK
     server_process, tokenizer = preparing.result()
-    server = server_process.ServerProcess(config, engine, tokenizer, listeners, defaults)
+    server = server_process.ServerProcess(config, engine, tokenizer, listeners, defaults, speeds=speeds)
     code: int = await server.run_until_ended()
     return code
 

@@ -44,7 +44,8 @@ def test_what_follows_two_dashes_is_passed_on():
         (["status", "a,b"], "Names of hosts go with --hosts: `--hosts a,b`."),
         (["up", "--hosts", "a,a"], "ssh 'a' is there twice"),
         (["up", "--hosts", "a,b", "-n", "3"], "--num-ranks 3, but there are 2 hosts"),
-        (["up", "--hosts", "a,b", "--", "demo", "--tp", "2"], "`up` sets it itself"),
+        (["up", "--hosts", "a,b", "--", "demo", "--tp", "3"], "--tp 3 needs 3 hosts, not 2."),
+        (["up", "--hosts", "a,b", "--", "demo", "--backend", "ring"], "`up` sets it itself"),
         (["up", "--hosts", "a,b", "--gateway-host", "b"], "--gateway-host: one group has no gateway"),
         (["up", "--hosts", "a,b,c", "--replicas", "2", "--", "demo", "--tp", "2"], "need 4 hosts, but there are 3"),
         (["up", "--hosts", "a,b,c,d", "-n", "3", "--replicas", "2"], "3 hosts cannot be divided among --replicas 2"),
@@ -277,6 +278,11 @@ def test_the_last_column_of_status():
     away = ServerHealth(ok=False, phase="restarting", reason="b is away", since="2026-01-02T03:04:05+00:00")
     assert says(replace(UP, health=away)) == "b is away (not ready since 2026-01-02T03:04:05+00:00)"
     assert says(replace(UP, fault="old: fault.")) == "", "a fault of the past is not said of a healthy server"
+    planned = ServerHealth(ok=True, phase="ok", predicted={"tokens_per_second": 214.04, "ttft_seconds": 0.312})
+    beside = "predicted 214.0 tokens/s, 0.31 s to the first of 512; measured "
+    assert says(replace(UP, health=planned)) == f"{beside}nothing yet"
+    seen = replace(planned, measured={"tokens_per_second": 199.0})
+    assert says(replace(UP, health=seen)) == f"{beside}199.0 tokens/s"
     assert says(replace(UP, health=None, role="agent", last_line="rank 1: joined")) == "rank 1: joined"
 
 

@@ -9,11 +9,21 @@ import pytest
 from support.planning import group, shape, timings
 
 from phalanx.cluster import survey
-from phalanx.cluster.survey import HostShape, RankShare, ShapeRequest, SpeedRequest, machine_key, shape_here, speed_here
+from phalanx.cluster.survey import (
+    MAX_LEARNED,
+    HostShape,
+    RankShare,
+    ShapeRequest,
+    SpeedRequest,
+    learn,
+    machine_key,
+    shape_here,
+    speed_here,
+)
 from phalanx.errors import ClusterError, ModelNotFound
 from phalanx.memory import MachineMemory
 from phalanx.planning.calibration_store import CalibrationStore
-from phalanx.planning.timings import GroupTimings
+from phalanx.planning.timings import GroupTimings, Learned, ServedSteps, ServingCost
 
 ONE, HALF = RankShare(degree=1, ranks_here=1), RankShare(degree=2, ranks_here=2)
 
@@ -30,11 +40,17 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, RankShare]]:
     return found
 
 
+@pytest.fixture
+def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What serving costs is known."""
+    monkeypatch.setattr(survey, "_serving", lambda store, *, again: ServingCost())
+
+
 def asked(*shares: RankShare, key: str = "k", again: bool = False) -> SpeedRequest:
     return SpeedRequest(path="/m", key=key, shares=shares, again=again)
 
 
-def test_what_is_known_is_not_measured_again(measured, tmp_path: Path):
+def test_what_is_known_is_not_measured_again(measured, no_server, tmp_path: Path):
     store = CalibrationStore(tmp_path, ("this machine",))
     first = speed_here(asked(ONE, HALF), store)
     assert measured == [("/m", ONE), ("/m", HALF)]
@@ -45,11 +61,47 @@ def test_what_is_known_is_not_measured_again(measured, tmp_path: Path):
     assert measured[2:] == [("/m", ONE)] * 3
 
 
-def test_a_group_is_what_its_self_test_leaves(measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+SERVED = ServedSteps(prompt=48, context={1: 100, 16: 100}, step_s={1: 1.0, 16: 2.0}, first_s=2.0)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The small model's servers that were timed."""
+    found: list[tuple[int, int]] = []
+
+    def timed_steps(stages: int, width: int) -> ServedSteps:
+        found.append((stages, width))
+        return SERVED
+
     memory = MachineMemory(total=1, available=1)
     small = HostShape(path="/demo", shape=shape(), memory=memory, guard=0, processors=2)
     monkeypatch.setattr(survey, "shape_here", lambda request: small)
+    monkeypatch.setattr(survey, "timed_steps", timed_steps)
+    return found
+
+
+def test_what_a_server_costs_is_measured_once(measured, served, tmp_path: Path):
     store = CalibrationStore(tmp_path, ("this machine",))
+    first = speed_here(asked(ONE), store)
+    assert served == [(1, 1)] and 0.9 < first.serving.step_s + first.serving.row_s < 1.0
+    assert speed_here(asked(ONE), store) == first and served == [(1, 1)]
+    speed_here(asked(ONE, again=True), store)
+    assert served == [(1, 1)] * 2
+
+
+def test_what_a_start_measured_is_told_to_the_next(measured, served, tmp_path: Path):
+    store = CalibrationStore(tmp_path, ("this machine",))
+    learn("k", "tp 2 on a, b", Learned(rate=0.9, ttft=1.1), store)
+    learn("k", "one rank on a", Learned(rate=0.01, ttft=900.0), store)
+    learn("other", "pp 2 on a, b", Learned(rate=0.9), store)
+    wanted = SpeedRequest(path="/m", key="k", shares=(), plans=("tp 2 on a, b", "one rank on a", "pp 2 on a, b"))
+    bounded = Learned(rate=1 / MAX_LEARNED, ttft=MAX_LEARNED)
+    assert speed_here(wanted, store).learned == {"tp 2 on a, b": Learned(rate=0.9, ttft=1.1), "one rank on a": bounded}
+
+
+def test_a_group_is_what_its_self_test_leaves(measured, served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    store = CalibrationStore(tmp_path, ("this machine",))
+    store.put(("serving",), ServingCost())
     store.put(("group", "1 stages", "2 wide"), group())
     found = speed_here(SpeedRequest(path="/m", key="k", shares=(), groups=((1, 2),)), store)
     assert found.groups[0].timings == group() and measured == []
@@ -62,6 +114,15 @@ def test_a_group_is_what_its_self_test_leaves(measured, tmp_path: Path, monkeypa
 def test_a_model_that_is_not_here_is_named():
     with pytest.raises(ModelNotFound, match="no-such-model is not on this machine"):
         shape_here(ShapeRequest(model="no-such-model", max_degree=1))
+
+
+def test_what_asks_does_not_count_as_used_for_it_ends_before_a_start(monkeypatch: pytest.MonkeyPatch):
+    free = {kind: MachineMemory(total=64 << 30, available=1 << 30, kind=kind) for kind in ("host", "metal")}
+    found = {}
+    for kind, memory in free.items():
+        monkeypatch.setattr(survey.machine, "rank_memory", lambda memory=memory: memory)
+        found[kind] = shape_here(ShapeRequest(model="demo", max_degree=1)).memory.available
+    assert found["host"] > (1 << 30) + (30 << 20) and found["metal"] == 1 << 30
 
 
 def test_a_measurement_that_fails_says_its_last_line(tmp_path: Path):

@@ -37,6 +37,15 @@ def test_what_a_model_cannot_do_is_no_plan():
     assert "pp 4" not in names(shape(layers=3), list("abcd"))
 
 
+def test_the_server_holds_its_tokenizer_besides():
+    fits = [
+        fit_memory(replace(shape(), tokenizer_bytes=size), Candidate(hosts=("a",)), {"a": host()})
+        for size in (0, 1 << 20)
+    ]
+    small, large = (fit.ranks[0] for fit in fits)
+    assert large.process == small.process + (22 << 20) and large.kv < small.kv
+
+
 @given(st.integers(1, 6), st.integers(1, 4))
 def test_every_rank_has_a_host_and_no_host_two_ranks_where_there_are_several(n_hosts: int, here: int):
     hosts = list("abcdef"[:n_hosts])

@@ -24,19 +24,27 @@ def steps(layer: float, ends: float, context: float = 0.0, *, few: int = 2, more
     )  # fmt: skip
 
 
-def chunks(token: float, context: float) -> Measured:
+def chunks(token: float, context: float, ends: float = 0.0) -> Measured:
+    """Everything else takes as long as so many layers."""
     return Measured(
         chunks=[
-            Chunk(layers=n, tokens=size, context=done, seconds=n * size * (token + context * (done + size / 2)))
+            Chunk(
+                layers=n,
+                tokens=size,
+                context=done,
+                seconds=(n + ends) * size * (token + context * (done + size / 2)),
+            )
             for n in (2, 4)
             for size, done in ((256, 0), (512, 256), (200, 768))
         ]
     )
 
 
-@given(times, times, st.floats(0.0, 1e-4), times, st.floats(0.0, 1e-4))
-def test_what_was_put_in_comes_out(layer: float, ends: float, context: float, token: float, behind: float):
-    found = fit(1, [steps(layer, ends, context)], [chunks(token, behind)])
+@given(times, times, st.floats(0.0, 1e-4), times, st.floats(0.0, 1e-4), st.floats(-0.9, 3.0))
+def test_what_was_put_in_comes_out(
+    layer: float, ends: float, context: float, token: float, behind: float, chunk_layers: float
+):
+    found = fit(1, [steps(layer, ends, context)], [chunks(token, behind, chunk_layers)])
     assert [point.rows for point in found.decode] == [1, 4, 16]
     for point in found.decode:
         assert point.layer_s == pytest.approx(layer * point.rows, rel=1e-6, abs=1e-9)
@@ -44,6 +52,7 @@ def test_what_was_put_in_comes_out(layer: float, ends: float, context: float, to
     assert found.decode_context_s == pytest.approx(context, rel=1e-6, abs=1e-9)
     assert found.token_s == pytest.approx(token, rel=1e-3)
     assert found.token_context_s == pytest.approx(behind, rel=1e-3, abs=1e-9)
+    assert found.chunk_layers == pytest.approx(chunk_layers, abs=0.01)
     assert found.spread == 0.03
 
 

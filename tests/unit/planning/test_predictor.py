@@ -10,7 +10,7 @@ from support.planning import group, host, shape, timings
 
 from phalanx.planning.candidates import Candidate, fit_memory
 from phalanx.planning.predictor import CONTEXT, decode_point, predict
-from phalanx.planning.timings import GroupTimings
+from phalanx.planning.timings import GroupTimings, Learned, ServingCost
 
 seconds = st.floats(1e-6, 1e-2)
 
@@ -38,6 +38,15 @@ def test_a_prompt_takes_its_tokens_and_those_before_each():
     token = 1 / found.tokens_per_s[1]
     assert found.ttft_s[512] == pytest.approx(8 * 511 * 1e-5 + token)
     assert found.ttft_s[4000] == pytest.approx(8 * 3999 * 1e-5 + token)
+
+
+def test_a_chunk_does_not_compute_what_it_does_not_need_of_the_last_layer():
+    own = replace(timings(token_s=1e-5), token_context_s=0.0)
+    less = replace(own, chunk_layers=-0.5)
+    one, skipping = speed(ONE, own), speed(ONE, less)
+    assert one.ttft_s[512] - skipping.ttft_s[512] == pytest.approx(0.5 * 511 * 1e-5)
+    stages = [speed(PP, each, group((1, 1), step_s=0.0)).ttft_s[512] for each in (own, less)]
+    assert stages[0] - stages[1] == pytest.approx(0.5 * 128 * 1e-5)  # the first stage is the slower one for the rest
 
 
 def test_a_prompt_longer_than_the_context_has_no_time():
@@ -86,6 +95,30 @@ def test_replicas_answer_twice_as_many_streams_and_one_as_fast():
     assert two.tokens_per_s[1] == pytest.approx(one.tokens_per_s[1])
     assert two.tokens_per_s[16] > 1.2 * one.tokens_per_s[16]
     assert two.ttft_s == one.ttft_s
+
+
+def test_serving_costs_every_step_every_row_and_every_request():
+    cost = ServingCost(step_s=0.01, row_s=0.001, first_s=0.5)
+    fit = fit_memory(shape(), ONE, {"a": host("a")})
+    plain, served = (predict(shape(), fit, {"a": timings()}, None, serving=one) for one in (None, cost))
+    for rows in (1, 4, 16):
+        assert rows / served.tokens_per_s[rows] == pytest.approx(rows / plain.tokens_per_s[rows] + 0.01 + rows * 0.001)
+    assert served.ttft_s[512] == pytest.approx(plain.ttft_s[512] + 0.5)
+    assert served.parts_s["Python"] == pytest.approx(plain.parts_s["Python"] + 0.011)
+
+
+def test_a_group_costs_each_of_its_rows():
+    few, many = (speed(TP, timings(2), replace(group(), row_s=row_s)) for row_s in (0.0, 0.001))
+    assert 16 / many.tokens_per_s[16] == pytest.approx(16 / few.tokens_per_s[16] + 0.016)
+
+
+def test_what_earlier_starts_measured_counts():
+    fit = fit_memory(shape(), ONE, {"a": host("a")})
+    plain = predict(shape(), fit, {"a": timings()}, None)
+    learned = predict(shape(), fit, {"a": timings()}, None, learned=Learned(rate=0.8, ttft=1.5))
+    assert learned.tokens_per_s[4] == pytest.approx(0.8 * plain.tokens_per_s[4])
+    assert learned.ttft_s[512] == pytest.approx(1.5 * plain.ttft_s[512])
+    assert learned.learned == Learned(rate=0.8, ttft=1.5)
 
 
 def test_what_limits_a_token():

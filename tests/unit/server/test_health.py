@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 
 from phalanx.server.endpoints import engine_health
+from phalanx.server.sequences.output_queue import Timings
 from phalanx.server.sequences.server_metrics import ServerMetrics
+from phalanx.server.sequences.speed_meter import PredictedSpeed, SpeedMeter
 from phalanx.supervision.fake_engine import FakeEngine
-from phalanx.types import Batch, EngineStats, Finished, Tokens
+from phalanx.types import Batch, EngineStats, Finished, Timing, Tokens
 
 
 class Counted(FakeEngine):
@@ -48,6 +50,26 @@ def test_the_end_of_an_answer_is_counted_at_once(monkeypatch):
         assert engine.pings == 2
         watch.cancel()
         await asyncio.gather(watch, return_exceptions=True)
+        await engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_health_says_what_was_predicted_and_what_is_measured():
+    async def scenario():
+        engine = FakeEngine(manual=True)
+        await engine.start()
+        speeds = SpeedMeter(PredictedSpeed(tokens_per_second=200.0, ttft_seconds=0.5))
+        metrics = ServerMetrics("tiny", speeds)
+        found = engine_health.EngineHealth(
+            engine, metrics, stall_s=60.0, limit=16, determinism_key=lambda info: info.dtype
+        )
+        engine.become_ready()
+        assert found.report()[1]["predicted"] == {"tokens_per_second": 200.0, "ttft_seconds": 0.5}
+        assert "measured" not in found.report()[1]
+        ended = Finished("a", "length", 101, timing=Timing(decode_s=1.0))
+        metrics.finished(Timings(0.0, 0.6), ended, 512, 1.6, others=0)
+        assert found.report()[1]["measured"] == {"tokens_per_second": 100.0, "ttft_seconds": 0.6}
         await engine.close()
 
     asyncio.run(scenario())

@@ -71,6 +71,10 @@ class EngineHealth:
         """The engine's last figures; None before the first ones, and while it is away."""
         return self._stats
 
+    def speeds(self) -> dict[str, dict[str, float]]:
+        """`predicted` and `measured` speed of one stream, each where known."""
+        return self._metrics.speeds.report()
+
     def report(self) -> tuple[int, dict[str, Any]]:
         """HTTP status and body of /health."""
         state = self._engine.state
@@ -92,6 +96,7 @@ class EngineHealth:
             body["determinism_key"] = self._determinism_key(info)
             stats = self._stats or EngineStats()  # just started; without a limit a gateway would assume 1
             body |= {"keeps_prefixes": True} if self._keeps_prefixes else {}
+            body |= self.speeds()
             body["requests"] = {"running": stats.running, "waiting": stats.waiting, "limit": self._limit}
         if state.phase == "ready" and self._stats is not None:
             body["ranks"] = [

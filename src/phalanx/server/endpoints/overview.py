@@ -108,6 +108,7 @@ class ServerOverview:
                 "backend": info.backend,
                 "drafts": info.speculation,
             }
+            shown |= self._health.speeds()
         if stats is not None:
             shown |= {"running": stats.running, "waiting": stats.waiting, "preemptions": stats.preemptions}
             if stats.prefix_queries:

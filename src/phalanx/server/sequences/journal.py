@@ -349,7 +349,7 @@ class Journal:
             self._resume()
             return
         self._room.note_end(now)
-        self._metrics.finished(entry.timings, event, len(entry.request.prompt), now)
+        self._metrics.finished(entry.timings, event, len(entry.request.prompt), now, len(self._entries) - 1)
         entry.slots.output.push(entry.index, StreamEnd(event, entry.timings))
         self._forget(entry.request.id)
         self._set_if_idle()

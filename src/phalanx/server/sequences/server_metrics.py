@@ -8,6 +8,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from phalanx.server.sequences.output_queue import Timings
+from phalanx.server.sequences.speed_meter import SpeedMeter
 from phalanx.types import EngineStats, Finished, SpecStats
 
 LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -69,9 +70,14 @@ LABELS = ("model_name",)
 
 
 class ServerMetrics:
-    """The server's metrics, in a registry of their own. Each method records one kind of event."""
+    """The server's metrics, in a registry of their own. Each method records one kind of event.
 
-    def __init__(self, model_name: str) -> None:
+    Args:
+        speeds: gets every request that ended.
+    """
+
+    def __init__(self, model_name: str, speeds: SpeedMeter | None = None) -> None:
+        self.speeds = speeds or SpeedMeter()
         self.registry = CollectorRegistry()
         self._last_stats = EngineStats()  # of the running engine process; zero after a restart
         label = (model_name,)
@@ -173,8 +179,13 @@ class ServerMetrics:
             for _ in range(n):
                 self._histograms["itl"].observe((now - timings.last_token) / n)
 
-    def finished(self, timings: Timings, event: Finished, prompt_tokens: int, now: float) -> None:
-        """Record a sequence that ended without an error."""
+    def finished(self, timings: Timings, event: Finished, prompt_tokens: int, now: float, others: int = 0) -> None:
+        """Record a sequence that ended without an error.
+
+        Args:
+            others: unfinished sequences.
+        """
+        self.speeds.finished(timings, event, prompt_tokens, now, others)
         timing = event.timing
         observed = {
             "e2e": now - timings.arrived,
