@@ -56,6 +56,7 @@ class SequenceRequest(Struct, frozen=True, kw_only=True):
     owner: str = ""  # stands for an API key; prefixes are shared within an owner, rows go by turns between owners
     cache_salt: str = ""  # the client's own: prefixes are shared only with sequences of the same owner and salt
     max_drafts: int | None = None  # draft tokens per step, at most; None: the engine decides
+    checkpoint: int = 0  # prompt tokens that are kept as a prefix of their own once they are computed; 0: none
     grammar: str = ""  # that the whole output must match (llguidance's JSON, see `text/grammar.py`); "": none
 
     @property

@@ -7,6 +7,7 @@ its own plans (design: Plans in flight). Does not know arrays, nor how much memo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 
 from phalanx.sched.plan import Admit, Free, Move, Resize, RowOp, Swap
@@ -72,6 +73,10 @@ class ArenaLayout:
     def rows(self) -> list[Sequence]:
         """All placed sequences, arena by arena, in slot order."""
         return [row for arena in self.arenas for row in arena.rows]
+
+    def rows_by_owner(self) -> Counter[str]:
+        """How many rows each owner has."""
+        return Counter(row.request.owner for row in self.rows())
 
     def resize(self, arena: Arena, rows: int, capacity: int) -> None:
         """Reallocate. Changes state; every placed row must still fit."""

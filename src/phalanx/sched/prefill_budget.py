@@ -146,7 +146,7 @@ def share_out(budget: int, rows: Iterable[Sequence], *, max_scored: int) -> dict
     chunks: dict[int, int] = {}
     ordered = sorted(rows, key=lambda row: (row.to_prefill, row.number))
     for i, row in enumerate(ordered):
-        count = min(row.to_prefill, -(-budget // (len(ordered) - i)))
+        count = min(row.next_chunk, -(-budget // (len(ordered) - i)))
         if row.wants_scores:
             count = min(count, max_scored)
         if count > 0:

@@ -25,7 +25,7 @@ from phalanx.sched.page_admission import admission_for
 from phalanx.sched.plan import Commit, Evict, Forward, Restore, Share, Step, Store
 from phalanx.sched.prefill_budget import PrefillBounds, PrefillBudget, share_out
 from phalanx.sched.prefix import Hit, PrefixIndex, live_prefix, sibling_prefills
-from phalanx.sched.sequence import Sequence, SequenceEnding, extend_crc, limit_length, state_digest
+from phalanx.sched.sequence import Sequence, SequenceEnding, limit_length, state_digest
 from phalanx.sched.waiting import WaitingQueue, victim
 from phalanx.types import Finished, FinishReason, SequenceRequest, TokenLogprobs, Tokens
 
@@ -147,6 +147,8 @@ class Scheduler:
         self._expire(now)
         for row in self.layout.rows():
             self.disk.compare(row)
+            if row.kv_len == row.checkpoint > 0 and not row.decoding:
+                self._keep_checkpoint(row)
         short_groups = self._grow()
         if not short_groups:
             self._admit(now, held)
@@ -209,13 +211,7 @@ class Scheduler:
     def _commit_output(self, seq: Sequence, commit: Commit, now: float, logprobs: list[TokenLogprobs] | None) -> None:
         kept = None if logprobs is None else logprobs[: len(commit.tokens)]
         start = seq.n_output
-        seq.drafted += commit.computed - len(seq.tokens)
-        seq.accepted += len(commit.tokens) - 1
-        seq.tokens.extend(commit.tokens)
-        seq.crc = extend_crc(seq.crc, commit.tokens)
-        seq.last_token = now
-        if seq.first_token is None:
-            seq.first_token = now
+        seq.commit(commit, now)
         self.counters.generated_tokens += len(commit.tokens)
         self._events.append(Tokens(id=seq.id, start=start, tokens=list(commit.tokens), logprobs=kept))
 
@@ -254,6 +250,13 @@ class Scheduler:
             self.layout.ops.append(Store(seq.arena, seq.slot, entry, kept))
             self.disk.write(seq, entry, kept)
 
+    def _keep_checkpoint(self, seq: Sequence) -> None:
+        """Keep the prefix of a row that stopped at its checkpoint: prompts may go on differently from there."""
+        seq.checkpoint = 0
+        self._keep_prefix(seq)
+        if seq.to_prefill == 0:
+            self.layout.promote(seq)
+
     # -- parts of schedule -------------------------------------------------------------------------------------
 
     def _expire(self, now: float) -> None:
@@ -273,7 +276,7 @@ class Scheduler:
             while seq.slot >= 0 and not self.admission.make_room(seq):
                 if self.n_running == 1:
                     raise AssertionError(f"one row of {len(seq.tokens)} tokens exceeds the KV budget")
-                row = victim(self.layout.rows(), self._rows_by_owner())
+                row = victim(self.layout.rows(), self.layout.rows_by_owner())
                 if row.in_flight:
                     short_groups.add(self.layout.arenas[seq.arena].group)
                     break
@@ -286,15 +289,12 @@ class Scheduler:
         self.layout.release(seq)
         self.waiting.put_first(seq)
 
-    def _rows_by_owner(self) -> Counter[str]:
-        return Counter(row.request.owner for row in self.layout.rows())
-
     def _admit(self, now: float, held: Collection[int]) -> None:
         """Give rows to waiting sequences, in turns between owners. Further choices of a request wait until the first
         has prefilled the prompt."""
         if not self.waiting:
             return
-        rows = self._rows_by_owner()
+        rows = self.layout.rows_by_owner()
         for seq in self.waiting.by_turns(rows):
             if self.n_running >= self.config.limits.max_num_seqs and rows[seq.request.owner]:
                 return  # all rows are taken, and every waiting owner has one
@@ -366,7 +366,7 @@ class Scheduler:
         """The chunks as forwards. A row that finishes its prompt decodes in the same step."""
         rows = [row for row in self.layout.rows() if row.number in chunks]
         for row in rows:
-            if chunks[row.number] == row.to_prefill:
+            if chunks[row.number] == row.to_prefill != row.checkpoint - row.kv_len:
                 self.layout.promote(row)
         return prefill_forwards(self.layout, rows, chunks, pad=not self.config.recurrent)
 

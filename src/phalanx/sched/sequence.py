@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from phalanx.sched.plan import Commit
 from phalanx.types import Finished, FinishReason, SequenceRequest, Timing
 
 
@@ -69,6 +70,7 @@ class Sequence:
         self.cached_tokens = 0
         self.disk_tokens = 0  # of those, loaded from disk for it
         self.looked_on_disk = False
+        self.checkpoint = request.checkpoint  # computed tokens at which its prefix is kept; 0: none, or done
         self.load: int | None = None  # the prefix entry that was loaded for it
         self.drafted = 0  # draft tokens verified
         self.accepted = 0  # of those, committed
@@ -84,6 +86,11 @@ class Sequence:
         return max(0, len(self.tokens) - 1 - self.kv_len)
 
     @property
+    def next_chunk(self) -> int:
+        """The largest next chunk: it ends at the checkpoint, if that lies ahead."""
+        return self.checkpoint - self.kv_len if self.kv_len < self.checkpoint else self.to_prefill
+
+    @property
     def extent(self) -> int:
         """Positions that its row needs, those in flight included."""
         return max(len(self.tokens), self.kv_len + self.in_flight)
@@ -92,6 +99,16 @@ class Sequence:
     def wants_scores(self) -> bool:
         """Whether the request asks for prompt log-probabilities, so that every prompt token must be computed."""
         return self.request.prompt_logprobs is not None
+
+    def commit(self, commit: Commit, now: float) -> None:
+        """Take in the tokens that a step has verified."""
+        self.drafted += commit.computed - len(self.tokens)
+        self.accepted += len(commit.tokens) - 1
+        self.tokens.extend(commit.tokens)
+        self.crc = extend_crc(self.crc, commit.tokens)
+        self.last_token = now
+        if self.first_token is None:
+            self.first_token = now
 
     def unplace(self) -> None:
         """The sequence lost its row: all its known tokens must be computed again."""

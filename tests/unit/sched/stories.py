@@ -131,6 +131,8 @@ class Story:
                 request = replace(request, prompt_logprobs=0)
             elif self.rnd.random() < 0.1:
                 request = replace(request, timeout_s=self.rnd.uniform(5, 50))
+            if self.config.recurrent:  # as the server asks for it
+                request = replace(request, checkpoint=len(request.prompt) * 2 // 3)
             self.play.requests[request.id] = request
             self.alone[request.id] = answer_alone(self.topology.n_stages, request)
             self._submit(request)

@@ -96,7 +96,8 @@ def test_tokens_are_those_without_a_cache_over_restarts_and_lost_blocks(seed, ma
         asked = []
         for i in range(6):
             which = rnd.randrange(3)
-            asked.append(make_request(f"{life}/{i}", list(texts[which]), 5, owner=rnd.choice(["", "a"])))
+            options = {"owner": rnd.choice(["", "a"]), "checkpoint": rnd.randrange(len(texts[which]))}
+            asked.append(make_request(f"{life}/{i}", list(texts[which]), 5, **options))
             group.submit(asked[-1])
             for _ in range(rnd.randrange(30)):
                 group.step()

@@ -242,6 +242,22 @@ def test_a_prompt_beyond_the_context_is_answered_not_queued():
     assert sim.finished["b"].n_tokens == 10
 
 
+@pytest.mark.parametrize("start", [1, 2, 20])
+def test_with_recurrent_state_a_prompt_that_goes_on_differently_starts_from_the_checkpoint(start):
+    """`start`: tokens of the answer's start, which comes behind the checkpoint."""
+    question = [(7 * i) % VOCAB for i in range(70)]
+    for config in (make_config(recurrent=True, bytes_per_row=64), make_config(recurrent=True, page_tokens=16)):
+        sim = Simulation(config)
+        first = make_request("first", [*question, *[1] * start], checkpoint=len(question))
+        plain = make_request("plain", [*[2] * 30, *question])
+        other = make_request("other", [*question, *[3] * start, *question])
+        for request in (first, plain, other):
+            sim.submit(request)
+            sim.run()
+            assert sim.outputs[request.id] == reference(request)
+        assert [sim.finished[name].cached_tokens for name in ("first", "plain", "other")] == [0, 0, len(question)]
+
+
 def test_recurrent_rows_are_never_padded_and_start_alone():
     sim = Simulation(make_config(recurrent=True, bytes_per_row=64))
     requests = [make_request(str(i), prompt_of(n, i), 12) for i, n in enumerate([1, 40, 40, 1, 7])]

@@ -73,6 +73,27 @@ def test_short_texts_do_not_wait_for_long_ones(tokenizer):
     asyncio.run(main())
 
 
+def test_the_checkpoint_of_a_question_is_where_its_answer_starts(tokenizer):
+    def checkpoint(role: str, *, generates: bool = True, asked: bool = True) -> int:
+        async def main():
+            prompts = Prompts(tokenizer)
+            messages = [{"role": "user", "content": "hello"}, {"role": role, "content": "fox", "tool_call_id": "a"}]
+            chat = Conversation(
+                messages=messages, template_kwargs={}, add_generation_prompt=generates, continue_final_message=False
+            )
+            rendered = await prompts.encode_chat(chat, limit=1000, with_checkpoint=asked)
+            question = tokenizer.encode_chat(messages, add_generation_prompt=False, template_kwargs={})
+            assert rendered.checkpoint in (0, len(question)) and rendered.tokens[: len(question)] == question
+            prompts.close()
+            return rendered.checkpoint
+
+        return asyncio.run(main())
+
+    assert checkpoint("user") > 0
+    assert not checkpoint("assistant") and not checkpoint("tool")
+    assert not checkpoint("user", generates=False) and not checkpoint("user", asked=False)
+
+
 @pytest.mark.parametrize("text", ["é" * 1_000_000, "a 1" * 1_000_000, " \n" * 1_000_000, "hello world " * 200_000])
 def test_a_text_that_cannot_fit_is_not_tokenised_as_a_whole(tokenizer, text):
     watched = Watched(tokenizer)

@@ -50,8 +50,8 @@ class GenerationJob(Struct, frozen=True, kw_only=True):
     """A parsed request that is not tokenised yet."""
 
     options: Options
-    encode: Callable[[int, list[int] | None], Coroutine[Any, Any, Encoded]]
-    """(max_model_len, `begun` of `Prompts.encode_chat`) -> prompts and what else the engine needs."""
+    encode: Callable[[ModelInfo, list[int] | None], Coroutine[Any, Any, Encoded]]
+    """(model, `begun` of `Prompts.encode_chat`) -> prompts and what else the engine needs."""
     field: str  # that holds the prompts, for errors
     group: str  # of its sequences; always new, so that they differ from those of an answer that ends just now
     migration: StreamMigration
@@ -151,9 +151,13 @@ class CompletionEndpoints:
             memory=memory,
         )
         if isinstance(parsed, ChatRequest):
-            return job(encode=lambda limit, begun: self._chats.encode(parsed, owner, limit, begun))
+            return job(
+                encode=lambda info, begun: self._chats.encode(
+                    parsed, owner, info.max_model_len, begun, with_checkpoint=not info.supports_rollback
+                )
+            )
         return job(
-            encode=lambda limit, _: self._encode_texts(parsed, limit),
+            encode=lambda info, _: self._encode_texts(parsed, info.max_model_len),
             texts=tuple(prompt if isinstance(prompt, str) else None for prompt in parsed.prompts),
             echo=parsed.echo,
         )
@@ -185,7 +189,7 @@ class CompletionEndpoints:
 
     async def _prepare(self, job: GenerationJob, slots: RequestSlots) -> Generation:
         info = self._journal.require_ready()
-        encoded = await job.encode(info.max_model_len, await job.migration.prompt(info.vocab_size))
+        encoded = await job.encode(info, await job.migration.prompt(info.vocab_size))
         prompts = encoded.prompts
         job.memory.free()
         answer = encoded.answer or job.options.answer
@@ -203,6 +207,7 @@ class CompletionEndpoints:
                 echo=job.echo,
                 owner=job.owner,
                 grammar=grammar,
+                checkpoint=encoded.checkpoint,
             )
             return job.migration.begin(planned, job.start, info, echo=job.echo, is_recalled=encoded.is_recalled)
 

@@ -33,6 +33,7 @@ class Encoded(Struct, frozen=True, kw_only=True):
 
     prompts: list[list[int]]
     is_recalled: bool = False  # see `Rendered`
+    checkpoint: int = 0  # the same
     answer: AnswerGrammar | None = None  # takes the place of the options' own
     wrap: WrapGrammar = answer_alone  # the answer's grammar -> the grammar of the model's whole output
     parser_config: ParserConfig | None = None
@@ -66,25 +67,39 @@ class ChatEncoder:
         self._marks_without_tools = _ids(formats.without_tools())
         self._memory = None if formats.tools is None else memory
 
-    async def encode(self, request: ChatRequest, owner: str, limit: int, begun: list[int] | None = None) -> Encoded:
+    async def encode(
+        self,
+        request: ChatRequest,
+        owner: str,
+        limit: int,
+        begun: list[int] | None = None,
+        *,
+        with_checkpoint: bool = False,
+    ) -> Encoded:
         """The request's prompt, and the grammar and parser of its answer.
 
         Args:
             owner: of its API key.
             limit: tokens of the context.
-            begun: see `Prompts.encode_chat`.
+            begun, with_checkpoint: see `Prompts.encode_chat`.
 
         Raises:
             InvalidRequest: as `Prompts.encode_chat`.
         """
         rendered = await self._prompts.encode_chat(
-            request.conversation, limit=limit, memory=self._memory, owner=owner, begun=begun
+            request.conversation,
+            limit=limit,
+            memory=self._memory,
+            owner=owner,
+            begun=begun,
+            with_checkpoint=with_checkpoint,
         )
         reasoning = self._formats.reasoning
         in_reasoning = reasoning is not None and reasoning.is_open(rendered.tail)
         encoded = Encoded(
             prompts=[rendered.tokens],
             is_recalled=rendered.is_recalled,
+            checkpoint=rendered.checkpoint,
             wrap=self._wrap(in_reasoning),
             parser_config=self._parser_config(request, rendered, in_reasoning, owner),
         )

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from phalanx.errors import InvalidRequest
 from phalanx.memory import trim_heap
 from phalanx.server.answers.call_memory import CallMemory
-from phalanx.server.prompts.rendering import TAIL, Rendered, continued, in_order_of_calls, render
+from phalanx.server.prompts.rendering import TAIL, Rendered, continued, end_of_question, in_order_of_calls, render
 from phalanx.server.requests.parsed import Conversation
 from phalanx.text.tokenizer import Tokenizer
 
@@ -45,6 +45,7 @@ class Prompts:
         memory: CallMemory | None = None,
         owner: str = "",
         begun: list[int] | None = None,
+        with_checkpoint: bool = False,
     ) -> Rendered:
         """Render messages with the chat template and tokenise them. `limit`: see `_refuse_if_too_long`.
 
@@ -53,6 +54,7 @@ class Prompts:
             owner: of these answers.
             begun: the prompt of an answer that another server began; empty: the template's, of these messages alone.
                 None: the answer begins here.
+            with_checkpoint: find the start of the answer, if the last message is the user's.
 
         Raises:
             InvalidRequest: there is no template, it refuses these messages, or they are much too long.
@@ -70,11 +72,14 @@ class Prompts:
             self._refuse_if_too_long(text, limit, asked.field)
             if begun is None and recalled is not None and recalled.last is not None:
                 tokens = continued(self.tokenizer, known, text, *recalled.last)
+            is_recalled = bool(tokens)
+            tokens = tokens or self.tokenizer.encode(text, add_special_tokens=False)
             return Rendered(
-                tokens=tokens or self.tokenizer.encode(text, add_special_tokens=False),
+                tokens=tokens,
                 tail=text[-TAIL:],
                 digest=b"" if recalled is None else recalled.digest,
-                is_recalled=bool(tokens) or known.messages != asked.messages,
+                is_recalled=is_recalled or known.messages != asked.messages,
+                checkpoint=end_of_question(self.tokenizer, known, text, tokens) if with_checkpoint else 0,
             )
 
         size = asked.n_chars + MESSAGE_CHARS * len(asked.messages)

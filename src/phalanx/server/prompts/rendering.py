@@ -30,6 +30,7 @@ class Rendered(Struct, frozen=True, kw_only=True):
     tail: str = ""  # the end of its text
     digest: bytes = b""  # of the conversation; see `call_memory.digests`
     is_recalled: bool = False  # it differs from the template's rendering of the messages alone
+    checkpoint: int = 0  # tokens up to the end of the user's last message; 0: not asked for, or not found
 
 
 def render(tokenizer: Tokenizer, conversation: Conversation) -> str:
@@ -142,6 +143,26 @@ def continued(tokenizer: Tokenizer, conversation: Conversation, text: str, index
     if not rest or rest[0] not in tokenizer.eos_ids:
         return None
     return [*turn.tokens, *(rest[1:] if turn.tokens[-1] in tokenizer.eos_ids else rest)]
+
+
+def end_of_question(tokenizer: Tokenizer, conversation: Conversation, text: str, tokens: list[int]) -> int:
+    """The number of a prompt's tokens before the start of the answer; 0 unless the last message is the user's.
+
+    The conversation's later prompts have these tokens in common, even if the template changes or leaves out a part of
+    the answer, as its reasoning.
+
+    Args:
+        text: the conversation as the template renders it.
+        tokens: of the prompt, with this text's end.
+    """
+    if not conversation.add_generation_prompt or conversation.messages[-1]["role"] != "user":
+        return 0
+    try:
+        question = render(tokenizer, replace(conversation, add_generation_prompt=False))
+    except InvalidRequest:
+        return 0
+    start = tokenizer.encode(text[len(question) :], add_special_tokens=False) if text.startswith(question) else []
+    return len(tokens) - len(start) if start and tokens[-len(start) :] == start else 0
 
 
 def _answer_in(tokenizer: Tokenizer, conversation: Conversation, text: str, index: int) -> tuple[int, int] | None:

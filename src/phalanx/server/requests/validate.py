@@ -137,6 +137,7 @@ def plan_sequences(
     echo: bool = False,
     owner: str = "",
     grammar: str = "",
+    checkpoint: int = 0,
 ) -> list[SequenceRequest]:
     """The engine's requests for `len(prompts)` prompts with n choices each, in the order of the answer's `index`.
 
@@ -147,6 +148,7 @@ def plan_sequences(
         owner: of the request's API key; see `SequenceRequest`.
         grammar: of the outputs, compiled before. At its end it allows only the model's end token, so it overrides
             `ignore_eos`.
+        checkpoint: see `SequenceRequest`.
 
     Raises:
         InvalidRequest: a prompt is empty, has an id outside the vocabulary, or leaves no room in the context.
@@ -174,6 +176,7 @@ def plan_sequences(
                 owner=owner,
                 cache_salt=options.cache_salt,
                 max_drafts=options.max_drafts,
+                checkpoint=checkpoint,
                 grammar=grammar,
             )
             requests.append(request)
