@@ -108,8 +108,8 @@ async def come_and_go(client: httpx.AsyncClient, tokens: int, seed: int) -> None
 
 
 async def crowd(client: httpx.AsyncClient, tokens: int, seed: int) -> None:
-    """More streams than there is memory for, so that the youngest are preempted."""
-    await asyncio.gather(*(_stream(client, 100 + i, [], tokens) for i in range(8)))
+    """More rows than there is memory for, so that the youngest are preempted."""
+    await asyncio.gather(*(_complete(client, _random_prompt(tokens, seed + i), 60) for i in range(8)))
 
 
 SCENES = {
@@ -118,7 +118,7 @@ SCENES = {
     "beside-16": Scene(16, 6000, read_prompt, again=True),
     "restored": Scene(4, 6000, converse, flags=()),
     "ending": Scene(4, 60, come_and_go, flags=()),
-    "preempted": Scene(4, 400, crowd, flags=("--kv-cache-gb", "0.2", "--max-model-len", "4096")),
+    "preempted": Scene(4, 100, crowd, flags=("--kv-cache-gb", "0.12", "--max-model-len", "2048")),
     "idle": Scene(4, 100, idles=True),
 }
 

@@ -21,6 +21,7 @@ from phalanx.errors import ConfigError, ModelNotFound
 from phalanx.model import registry
 from phalanx.model.loading.load import prepare
 from phalanx.model.sampling.metadata import SamplingMetadata, TokenCounts
+from phalanx.sched.plan import Resize
 from phalanx.spec.draft_model import MAX_CATCH_UP, DraftModel
 from phalanx.spec.drafters import BUCKETS
 from phalanx.speculation_config import DraftModelSpeculation
@@ -163,6 +164,35 @@ def test_logits_of_a_drafting_forward_are_bounded(runner, monkeypatch, most):
     assert max(areas) <= max(4, most)
     for key in range(4):
         drafter.end(key)
+
+
+def test_reserved_rows_cost_their_own_tokens_and_are_never_resized(runner, monkeypatch):
+    """Rows of 250 and 20 tokens in a budget of 320, which holds one of two buffers that are as long as the longer."""
+    resized = []
+    apply = type(runner).apply
+
+    def spy(self, ops):
+        resized.extend(op for op in ops if isinstance(op, Resize) and op.rows)
+        apply(self, ops)
+
+    monkeypatch.setattr(type(runner), "apply", spy)
+    prompts = [[(5 * i) % 500 + 3 for i in range(250)], list(range(10, 30)), [7] * 90]
+    wanted = stock_greedy(runner.model, prompts[:2], 3)
+    budget = 320 * runner.facts.bytes_per_token
+    assert len(_drafts_of_all(DraftModel(runner, VOCAB, budget, greedy), prompts)) == 1
+    resized.clear()
+    reserved = DraftModel(runner, VOCAB, budget, greedy, 256, (4, 512))
+    assert _drafts_of_all(reserved, prompts) == dict(enumerate(wanted)) and resized == [Resize(0, 4, 512)]
+
+
+def _drafts_of_all(drafter: DraftModel, prompts: list[list[int]]) -> dict[int, list[int]]:
+    for key, prompt in enumerate(prompts):
+        drafter.begin(key, prompt)
+        read_all(drafter, [key])
+    drafts = drafted(drafter, dict.fromkeys(range(len(prompts)), 3))
+    for key in range(len(prompts)):
+        drafter.end(key)
+    return drafts
 
 
 def test_a_row_beyond_the_budget_or_the_context_is_not_drafted_for(runner):

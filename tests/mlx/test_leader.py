@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from support.models import make_model
 from support.speculation import Engine, Post, load, random_prompts
 
 from phalanx.engine.link import SingleRank
+from phalanx.engine.trace import Trace
 from phalanx.sched.plan import Order, Step
 from phalanx.spec.drafters import RandomDrafter
 from phalanx.types import (
@@ -89,6 +91,36 @@ def test_tokens_are_sent_while_the_next_step_computes_and_an_end_at_once(engine)
     assert steps(engine, 1)[:2] == ["1 sent", "end sent"]
     assert len(engine.post.answers["one"].tokens) == 4
     assert steps(engine, 2) == []
+
+
+def test_a_trace_has_the_cost_of_every_plan(engine, tmp_path):
+    engine.leader._trace = Trace(str(tmp_path / "trace"))
+    submit(engine, "one", [5, 6, 7], 4)
+    steps(engine, 6)
+    lines = [json.loads(line) for line in (tmp_path / "trace").read_bytes().splitlines()]
+    kinds = [next(iter(line)) for line in lines]
+    assert kinds == ["message", *["plan", "cost"] * (len(kinds) // 2)] and len(kinds) > 8
+    assert all(plan["plan"]["id"] == cost["cost"]["id"] for plan, cost in zip(lines[1::2], lines[2::2], strict=True))
+
+
+def test_the_next_step_begins_early_while_a_prompt_waits_for_its_turn(engine, monkeypatch):
+    """It holds no chunk of the prompt, as rows are owed more time than this step takes."""
+    budget = engine.scheduler.prefill_budget
+    monkeypatch.setattr(engine._runner, "may_dispatch_next", lambda forwards: len(forwards) == 1)
+    begun: list[bool] = []
+    monkeypatch.setattr(engine._runner, "dispatch_next", lambda tokens: begun.append(True))
+    submit(engine, "one", [5, 6, 7], 40)
+    steps(engine, 3)
+    submit(engine, "two", list(range(10, 90)), 4)
+    steps(engine, 1)
+    begun.clear()
+    monkeypatch.setattr(budget, "tokens", lambda decoding: 0)
+    monkeypatch.setattr(type(budget), "still_owes", True)
+    steps(engine, 2)
+    assert begun == [True, True]
+    monkeypatch.setattr(type(budget), "still_owes", False)
+    steps(engine, 1)
+    assert begun == [True, True]
 
 
 def test_tokens_do_not_wait_for_a_prompt(engine):

@@ -80,12 +80,69 @@ def test_long_rows_come_and_go_and_memory_returns_to_where_it_was() -> None:
     assert np.array(arena.leaves[1].arrays()[0][0, :, :100]).min() == 1
 
 
+@pytest.mark.full
+def test_two_hundred_long_rows_come_and_go_and_memory_returns_to_where_it_was() -> None:
+    """Rows of 60,000 tokens, 61 MB each, beside one that stays."""
+    heads = Heads(1, 64, mx.float32)
+    arena = ArenaBuffers([KvLayout(heads, heads, None)] * 2)
+    arena.resize(4, 65536)
+    keys = mx.ones((1, 1, 6000, 64))
+    mx.eval(keys)
+
+    def live(slot: int, chunks: int) -> None:
+        arena.admit(slot)
+        for start in range(0, chunks * 6000, 6000):
+            arena.open(view := RowView(slot, [start], 6000), [start + 6000])
+            for leaf in arena.leaves:
+                assert isinstance(leaf, RaggedKV)
+                leaf.update_and_fetch(keys, keys)
+            arena.close()
+            mx.eval(arena.touched())
+            assert view.need == start + 6000
+
+    live(0, 1)
+    before = resident()
+    for turn in range(200):
+        live(1 + turn % 3, 10)
+        assert (resident() - before) / (60_000 * 1024) > 0.99
+        arena.free(1 + turn % 3)
+        while arena.nbytes > 7 * MB:
+            arena.give_back(16 * MB)
+    assert resident() - before < 2 * MB
+
+
 def test_short_rows_take_memory_for_their_own_tokens_beside_a_long_one() -> None:
     before = resident()
     arena = arena_of(16, 131072)
     for slot, tokens in enumerate([10_000, 1000, 1000]):
         fill(arena, slot, tokens)
     assert (resident() - before) / (12_000 * 4096) < 1.05
+
+
+def test_a_row_is_kept_layer_by_layer_although_another_takes_its_slot() -> None:
+    arena = arena_of(3, 4096)
+    fill(arena, 0, 2000)
+    snapshot = arena.save(0, 1500)
+    arena.free(0)
+    arena.give_back()
+    assert snapshot.copied == [] and arena.nbytes == 2000 * 4096
+    arena.admit(0)
+    assert not mx.any(arena.leaves[0].arrays()[0][0]).item()
+    arena.copy_saved(1)
+    assert len(snapshot.copied) == 1 and snapshot.nbytes == 1500 * 2048
+    assert [[np.array(array).min() for array in part] for part in snapshot.parts] == [[1, 1], [1, 1]]
+    assert snapshot.parts[1][1].shape == (1, 4, 1500, 64)
+    arena.give_back()
+    assert arena.nbytes == 0
+
+
+def test_a_kept_row_that_nobody_wants_any_more_is_not_copied() -> None:
+    arena = arena_of(3, 4096)
+    fill(arena, 0, 2000)
+    arena.save(0, 1500)
+    arena.free(0)
+    arena.give_back()
+    assert arena.nbytes == 0
 
 
 def test_a_copy_that_a_model_or_mlx_makes_of_a_region_is_noticed() -> None:

@@ -95,15 +95,22 @@ class Lives:
         if source == "snapshot" and self.kept:
             tokens, snapshot = data.draw(st.sampled_from(self.kept))
             length = len(tokens) if self.recurrent else data.draw(st.integers(1, len(tokens)))
-            self.arena.load(slot, snapshot, length)
+            for start, stop in self._parts(data, length):
+                self.arena.load(slot, snapshot, stop, start)
             self.rows[slot] = tokens[:length]
         others = [s for s in self.live() if s != slot and self.rows[s]]
         if source == "row" and others:
             src = data.draw(st.sampled_from(others))
             row = self.rows[src] or []
             length = len(row) if self.recurrent else data.draw(st.integers(1, len(row)))
-            self.arena.copy(src, self.arena, slot, length)
+            for start, stop in self._parts(data, length):
+                self.arena.copy(src, self.arena, slot, stop, start)
             self.rows[slot] = row[:length]
+
+    def _parts(self, data: Any, length: int) -> list[tuple[int, int]]:
+        """In what parts tokens are copied: recurrent state at once."""
+        middle = 0 if self.recurrent else data.draw(st.integers(0, length - 1))
+        return [(0, middle), (middle, length)] if middle else [(0, length)]
 
     def end(self, data: Any) -> None:
         """A row ends; maybe it is kept, maybe another takes its slot, maybe its memory is given back in part."""
@@ -120,6 +127,7 @@ class Lives:
             src = data.draw(st.sampled_from(others))
             self.arena.move(src, self.arena, slot)
             self.rows[slot], self.rows[src] = self.rows[src], None
+        self.arena.copy_saved(data.draw(st.sampled_from([0, 1, 2000, float("inf")])))
         self.arena.give_back(data.draw(st.sampled_from([0, 1, 2000, float("inf")])))
 
     def _from_disk(self, snapshot: Snapshot) -> Snapshot:

@@ -112,12 +112,12 @@ class Mirror:
                 self.rows[op.arena, op.slot] = row
                 self._by_seq[op.seq] = row
             case Restore():
-                self._row(op.arena, op.slot, "restore").kv_len = op.length
+                self._copy(op, "restore")
                 self._check_entry(op.entry, op.length)
             case Share():
                 if self._row(op.src_arena, op.src, "share").kv_len < op.length:
                     raise Desync(f"step {self.step}: slot {op.src} has fewer than the {op.length} tokens to share.")
-                self._row(op.arena, op.slot, "share").kv_len = op.length
+                self._copy(op, "share")
             case Move():
                 self.rows[op.arena, op.dst] = self._pop(op.src_arena, op.src)
             case Swap():
@@ -146,6 +146,14 @@ class Mirror:
                     raise Desync(
                         f"step {self.step}: slot {op.slot} of arena {op.arena} holds a sequence never admitted."
                     )
+
+    def _copy(self, op: Restore | Share, action: str) -> None:
+        row = self._row(op.arena, op.slot, action)
+        if row.kv_len != op.start:
+            raise Desync(
+                f"step {self.step}: {action} from token {op.start} on into slot {op.slot}, which has {row.kv_len}."
+            )
+        row.kv_len = op.length
 
     def _row(self, arena: int, slot: int, action: str) -> Row:
         row = self.rows.get((arena, slot))

@@ -12,18 +12,20 @@ from phalanx.config import EngineConfig
 from phalanx.dist.reduce import Reducer
 from phalanx.errors import ConfigError
 from phalanx.model import registry
-from phalanx.model.cache.layer_layout import CacheFacts, row_bytes
+from phalanx.model.cache.layer_layout import CacheFacts, buffer_shapes, row_bytes
+from phalanx.model.cache.row_memory import can_reserve
 from phalanx.model.check import check_model
 from phalanx.model.loading import load
 from phalanx.model.loading.resolve import resolve
 from phalanx.model.mla import absorb_short_queries
 from phalanx.model.runner import Runner
 from phalanx.model.sampling.metadata import SamplingMetadata
+from phalanx.sched.admission import KvLimits, round_up
 from phalanx.sched.scheduler import Scheduler
 from phalanx.spec import rules
 from phalanx.spec.comparison import Comparison
-from phalanx.spec.draft_model import DraftModel
-from phalanx.spec.drafters import Drafter, RandomDrafter
+from phalanx.spec.draft_model import MAX_CATCH_UP, DraftModel
+from phalanx.spec.drafters import BUCKETS, Drafter, RandomDrafter
 from phalanx.spec.ngram import NgramDrafter
 from phalanx.spec.running_grammars import Grammars
 from phalanx.spec.sampling_metadata import SamplingMetadataCache
@@ -110,6 +112,12 @@ def describe(config: SpeculativeConfig | None, facts: CacheFacts) -> str:
     return f"{name}, up to {config.num_speculative_tokens} tokens a step, control {config.control}{packed}{comparison}"
 
 
+def _reserved_rows(draft: Runner, limits: KvLimits) -> tuple[int, int] | None:
+    """Rows and tokens of a draft model's buffers, if they take memory by the page as the target's rows do."""
+    size = limits.max_num_seqs, round_up(limits.max_model_len + BUCKETS + MAX_CATCH_UP)
+    return size if limits.page_tokens and can_reserve(buffer_shapes(draft.facts.layouts, *size)) else None
+
+
 def make_speculator(
     config: SpeculativeConfig | None,
     scheduler: Scheduler,
@@ -133,7 +141,10 @@ def make_speculator(
         return metadata.after(scheduler.by_number[number], drafts)
 
     if draft is not None:
-        drafter: Drafter = DraftModel(draft, vocab_size, draft_kv, metadata_after, scheduler.config.max_logits)
+        reserved = _reserved_rows(draft, scheduler.config.limits)
+        drafter: Drafter = DraftModel(
+            draft, vocab_size, draft_kv, metadata_after, scheduler.config.max_logits, reserved
+        )
     else:
         drafter = _drafter(config, vocab_size)
     comparison = None if config.compare_steps is None else Comparison(config.compare_steps)

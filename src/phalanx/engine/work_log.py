@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from phalanx.sched.plan import Admit, Forward, Restore, RowOp, Share, Step
+from phalanx.sched.plan import Admit, Forward, Step
 from phalanx.sched.scheduler import Scheduler
 from phalanx.types import Finished, PromptScored, SequenceProgress, SequenceWork, Tokens
 
@@ -19,9 +19,9 @@ class WorkLog:
 
     def note(self, step: Step) -> None:
         """Count a plan's work. Call it while the scheduler's rows are still those of the plan."""
-        for op, after in zip(step.ops, [*step.ops[1:], None], strict=False):
+        for op in step.ops:
             if isinstance(op, Admit):
-                self._admitted(op, after)
+                self._admitted(op)
         for forward in step.forwards:
             self._computed(forward)
 
@@ -47,20 +47,15 @@ class WorkLog:
             for row in self._scheduler.layout.rows()
         ]
 
-    def _admitted(self, op: Admit, after: RowOp | None) -> None:
-        """Count an admission. A prefix that it reuses is in the next operation, `after`."""
+    def _admitted(self, op: Admit) -> None:
+        """Count an admission, and the prefix that it reuses."""
         if (seq := self._scheduler.by_number.get(op.seq)) is None:
             return
         if (known := self._work.get(seq.id)) is not None:
             known.preemptions += 1
             return
-        nearest, common = 0, 0
-        reuses = isinstance(after, Restore | Share) and (after.arena, after.slot) == (op.arena, op.slot)
-        if reuses and isinstance(after, Restore):
-            nearest, common = max(after.length, self._scheduler.prefix.length(after.entry)), after.length
-        elif reuses and isinstance(after, Share):
-            nearest, common = after.length, after.length
-        elif self._has_prefix_cache:
+        nearest, common = seq.nearest_len, seq.prefix_len
+        if common == 0 and self._has_prefix_cache:
             nearest, common = self._scheduler.prefix.nearest(seq.request.sharing, seq.request.prompt)
         self._work[seq.id] = SequenceWork(nearest_tokens=nearest, left_at=common)
 

@@ -5,8 +5,8 @@ the rectangular forwards to run. Ranks decide nothing (design: Lock step). Does 
 arrays.
 
 Rows live in *arenas*. An arena is one set of KV buffers `[rows, heads, capacity, head_dim]` per layer; all its rows
-share one capacity. If rows take memory by the page, there is one arena, as long as the context. Otherwise arena 0 holds
-short rows and arena 1 long ones, so that one long prompt does not inflate every row.
+share one capacity. If rows take memory by the page, there is one arena, as long as the context. Otherwise each
+arena may have longer rows than the one before, so that one long prompt does not inflate every row.
 A *slot* is a row's index inside its arena; decoding rows are slots `[0, D)`, prefilling rows `[D, D + P)`.
 """
 
@@ -52,22 +52,24 @@ class Admit(Struct, frozen=True, tag="admit"):
 
 
 class Restore(Struct, frozen=True, tag="restore"):
-    """Copy the first `length` tokens of a prefix entry into a slot; kv_len becomes `length`."""
+    """Copy tokens `[start, length)` of a prefix entry into a slot of kv_len `start`; it becomes `length`."""
 
     arena: int
     slot: int
     entry: int
     length: int
+    start: int = 0
 
 
 class Share(Struct, frozen=True, tag="share"):
-    """Copy the first `length` tokens of another live row into a slot; kv_len becomes `length`."""
+    """Copy tokens `[start, length)` of another live row into a slot of kv_len `start`; it becomes `length`."""
 
     src_arena: int
     src: int
     arena: int
     slot: int
     length: int
+    start: int = 0
 
 
 class Move(Struct, frozen=True, tag="move"):

@@ -18,6 +18,7 @@ PREFILL_ONLY = 4  # times the target time, for a step without decoding rows: wid
 BESIDE_S = 0.1  # target of a chunk beside decoding rows on a CPU, unless their own step takes longer
 RECENT = 8  # decode steps; the fastest counts, because those after a chunk or a buffer move are slower
 BESIDE_STEPS = 2.0  # times the rows' own step: a longer chunk would show in their streams
+COPY_SPEED = 1 << 30  # bytes per second at which a CPU copies to memory that was not touched before
 
 
 class PrefillBounds(NamedTuple):
@@ -114,6 +115,17 @@ class PrefillBudget:
             return 0
         limit = self._beside() if decoding else self._limit_prefill_only
         return max(MIN_CHUNK, min(self._max_tokens - decoding, limit))
+
+    @property
+    def still_owes(self) -> bool:
+        """Whether rows are owed time even after the decode step that runs now, so that the next has no chunk."""
+        return self._owed_s > min(self._decode_s)
+
+    @property
+    def copied_bytes(self) -> float:
+        """Bytes of prefixes to copy in a step with decoding rows: on a CPU as much as takes a step of theirs."""
+        step_s = min(self._decode_s)
+        return COPY_SPEED * step_s if self._follows_decoding and step_s < math.inf else math.inf
 
     @property
     def speed(self) -> float:

@@ -14,16 +14,9 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from phalanx.sched.sequence import Sequence
+from phalanx.sched.sequence import Hit, Sequence
 
 BLOCK = 16  # tokens
-
-
-class Hit(NamedTuple):
-    """The first `length` tokens of `entry` are a prefix of the prompt looked up."""
-
-    entry: int
-    length: int
 
 
 class _PrefixEntry(NamedTuple):

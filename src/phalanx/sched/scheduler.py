@@ -8,6 +8,7 @@ Requests of clients (`submit`, `cancel`, `finish`) take effect in the next plan;
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
@@ -22,10 +23,11 @@ from phalanx.sched.disk_prefixes import DiskPrefixes
 from phalanx.sched.drafts import Drafts, fit_drafts, useful_drafts
 from phalanx.sched.forwards import decode_forwards, prefill_forwards
 from phalanx.sched.page_admission import admission_for
-from phalanx.sched.plan import Commit, Evict, Forward, Restore, Share, Step, Store
+from phalanx.sched.plan import Commit, Evict, Forward, Step, Store
 from phalanx.sched.prefill_budget import PrefillBounds, PrefillBudget, share_out
-from phalanx.sched.prefix import Hit, PrefixIndex, live_prefix, sibling_prefills
-from phalanx.sched.sequence import Sequence, SequenceEnding, limit_length, state_digest
+from phalanx.sched.prefix import PrefixIndex, sibling_prefills
+from phalanx.sched.prefix_copies import PrefixCopies
+from phalanx.sched.sequence import Hit, Sequence, SequenceEnding, limit_length, state_digest
 from phalanx.sched.waiting import WaitingQueue, victim
 from phalanx.types import Finished, FinishReason, SequenceRequest, TokenLogprobs, Tokens
 
@@ -57,6 +59,7 @@ class Scheduler:
             config.prefix_budget, limits.bytes_per_token, limits.bytes_per_row, whole_only=config.recurrent
         )
         self.disk = DiskPrefixes(self.prefix, self.layout.ops)
+        self._copies = PrefixCopies(self.prefix, self.disk, self.layout, whole_only=config.recurrent)
         self.prefill_budget = PrefillBudget(config.prefill, config.target_step_s, config.decode_share)
         self.counters = Counters()
         self.waiting = WaitingQueue()
@@ -152,6 +155,7 @@ class Scheduler:
         short_groups = self._grow()
         if not short_groups:
             self._admit(now, held)
+        self._copy_prefixes()
         self.admission.settle()
         group = self.layout.next_group(self._decoded, short_groups)
         rows = self.layout.decoding(group)
@@ -328,38 +332,33 @@ class Scheduler:
         """Whether to wait for a prefix that is being computed by another choice or loaded from disk."""
         if not self.config.recurrent and sibling_prefills(self.layout.rows(), seq):
             return True
-        cached = self._longest_prefix(seq)[0] if self.disk.may_look_up(seq) else 0
+        cached = self._copies.find(seq)[0] if self.disk.may_look_up(seq) else 0
         return not seq.wants_scores and self.disk.waits(seq, cached, self.prefill_budget.speed, now)
-
-    def _longest_prefix(self, seq: Sequence) -> tuple[int, Hit | Sequence | None]:
-        """The longest prefix in memory: its length, and its kept entry or live row."""
-        limit = len(seq.tokens) - 1
-        hit = self.prefix.find(seq.request.sharing, seq.tokens, limit)
-        live, shared = live_prefix(self.layout.rows(), seq, limit, whole_only=self.config.recurrent)
-        if live is not None and (hit is None or shared > hit.length):
-            return shared, live
-        return (0, None) if hit is None else (hit.length, hit)
 
     def _reuse_prefix(self, seq: Sequence) -> None:
         """Start from the longest computed prefix."""
         if seq.wants_scores or self.config.prefix_budget == 0:
             return
-        seq.kv_len, found = self._longest_prefix(seq)
-        if isinstance(found, Sequence):
-            self.layout.ops.append(Share(found.arena, found.slot, seq.arena, seq.slot, seq.kv_len))
-        elif found is not None:
-            seq.kv_len = self.disk.restored(seq, seq.kv_len) if found.entry == seq.load else seq.kv_len
-            self.layout.ops.append(Restore(seq.arena, seq.slot, found.entry, seq.kv_len))
+        self._copies.begin(seq)
         if seq.first_token is None:
-            seq.cached_tokens = min(seq.kv_len, seq.prompt_len)
-            seq.disk_tokens = seq.cached_tokens if isinstance(found, Hit) and found.entry == seq.load else 0
+            seq.cached_tokens = min(seq.prefix_len, seq.prompt_len)
+            loaded = isinstance(seq.prefix, Hit) and seq.prefix.entry == seq.load
+            seq.disk_tokens = seq.cached_tokens if loaded else 0
             self.counters.prefix_queries += seq.prompt_len
             self.counters.prefix_hits += seq.cached_tokens
             self.counters.disk_hits += seq.disk_tokens
 
+    def _copy_prefixes(self) -> None:
+        """Copy prefixes of new rows: at once, or beside decoding rows as much as a step of theirs allows."""
+        decoding = any(arena.n_decoding for arena in self.layout.arenas)
+        max_bytes = self.prefill_budget.copied_bytes if decoding else math.inf
+        for row in self._copies.plan(max_bytes / max(1, self.config.limits.bytes_per_token)):
+            if row.to_prefill == 0:
+                self.layout.promote(row)
+
     def _plan_chunks(self, decoding: int) -> dict[int, int]:
         """Sequence number -> tokens to prefill, in a step that feeds `decoding` tokens to decoding rows."""
-        rows = [row for row in self.layout.rows() if not row.decoding]
+        rows = [row for row in self.layout.prefilling() if row.prefix is None]
         return share_out(self.prefill_budget.tokens(decoding), rows, max_scored=self.config.max_logits)
 
     def _prefill_forwards(self, chunks: dict[int, int]) -> list[Forward]:

@@ -35,6 +35,13 @@ def limit_length(request: SequenceRequest, room: int) -> SequenceRequest:
     return msgspec.structs.replace(request, stop=stop)
 
 
+class Hit(NamedTuple):
+    """The first `length` tokens of prefix entry `entry` are a prefix of the prompt looked up."""
+
+    entry: int
+    length: int
+
+
 class SequenceEnding(NamedTuple):
     """Why and how a sequence ends."""
 
@@ -62,6 +69,9 @@ class Sequence:
         self.slot = -1  # -1: waiting
         self.room = 0  # tokens with promised memory, if rows take it by the page
         self.decoding = False  # slot lies in the arena's decoding prefix
+        self.prefix: Hit | Sequence | None = None  # what its row copies its first tokens from
+        self.prefix_len = 0  # tokens to copy
+        self.nearest_len = 0  # tokens of the entry that they are from, at least those to copy
         self.arrived = now
         self.deadline = None if request.timeout_s is None else now + request.timeout_s
         self.first_scheduled: float | None = None
@@ -115,6 +125,8 @@ class Sequence:
         self.arena = self.slot = -1
         self.room = 0
         self.decoding = False
+        self.prefix = None
+        self.prefix_len = self.nearest_len = 0
         self.kv_len = 0
         self.crc = 0
 

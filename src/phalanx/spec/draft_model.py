@@ -1,8 +1,8 @@
 """A smaller model as the drafter: computed on the leader, all rows together, on ragged rows of its own.
 
-Its cache rolls back as the target's does, by setting a length. It samples with the target's own noise, parameters and
-histories, so that a draft model with the same distribution draws the same token, at any temperature. A new prompt is
-read in chunks first.
+Its cache rolls back as the target's does, by setting a length, and takes memory by the page where the target's does.
+It samples with the target's own noise, parameters and histories, so that a draft model with the same distribution draws
+the same token, at any temperature. A new prompt is read in chunks first.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class DraftModel(Drafter):
     _kv_budget: int  # bytes for its rows; sequences beyond it get no drafts
     _metadata_after: MetadataAfter
     _max_logits: int = 256  # most tokens with logits in one forward; one per row at least
+    _reserved: tuple[int, int] | None = None  # rows, tokens: buffers that take memory by the page; None: they grow
     _rows: dict[int, _Row] = field(default_factory=dict)
     _slots: list[_Row] = field(default_factory=list)
     _allocated: tuple[int, int] = (0, 0)  # rows, tokens
@@ -90,6 +91,7 @@ class DraftModel(Drafter):
 
     def draft(self, wanted: Mapping[int, int]) -> dict[int, Draft]:
         """Drafts of the wanted lengths for all rows that are read up to `MAX_CATCH_UP` tokens."""
+        self._runner.begin(0)  # no step's number is of use; ended rows give their pages back
         rows = {key: self._rows[key] for key, n in wanted.items() if self._reserve(self._rows[key], n)}
         rows = {key: row for key, row in rows.items() if row.slot >= 0}  # making room may have removed some
         for row in rows.values():
@@ -136,6 +138,10 @@ class DraftModel(Drafter):
         facts = self._runner.facts
         if facts.max_len is not None and tokens - MAX_CATCH_UP > facts.max_len:
             return None
+        if self._reserved is not None:
+            used = tokens + sum(len(other.tokens) + MAX_CATCH_UP for other in self._slots if other is not row)
+            fits = used <= self._kv_budget // facts.bytes_per_token
+            return self._reserved if fits and rows <= self._reserved[0] and tokens <= self._reserved[1] else None
         if rows <= had_rows and tokens <= had_tokens:
             return self._allocated
         roomy = max(had_rows, 1 << (rows - 1).bit_length()), max(round_up(tokens * 9 // 8), had_tokens)

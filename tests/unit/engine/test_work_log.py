@@ -60,6 +60,22 @@ def test_the_end_says_where_the_prompt_left_the_kept_prefix() -> None:
     assert end.work.nearest_tokens == 102  # the first one's prompt, and all but the last of its answer's tokens
 
 
+def test_sequences_that_are_admitted_together_each_say_what_they_reuse() -> None:
+    world = World()
+    world.run("a", list(range(100)))
+    for id, shared in (("b", 60), ("c", 40)):
+        world.scheduler.submit(
+            SequenceRequest(
+                id=id, group=id, prompt=[*range(shared), 300], sampling=Sampling(), stop=StopRule(max_tokens=1)
+            ),
+            0.0,
+        )
+    step = world.scheduler.schedule(0.0)
+    assert step is not None
+    world.log.note(step)
+    assert [(row.work.nearest_tokens, row.work.left_at) for row in world.log.progress()] == [(102, 60), (102, 40)]
+
+
 def test_a_miss_says_how_little_was_in_common() -> None:
     world = World()
     world.run("a", list(range(100)))

@@ -97,9 +97,10 @@ class FakeRunner:
             case Admit():
                 self.arenas[op.arena][op.slot] = [None] * len(self.arenas[op.arena][op.slot])
             case Restore():
-                self.arenas[op.arena][op.slot][: op.length] = self.entries[op.entry][: op.length]
+                self.arenas[op.arena][op.slot][op.start : op.length] = self.entries[op.entry][op.start : op.length]
             case Share():
-                self.arenas[op.arena][op.slot][: op.length] = self.arenas[op.src_arena][op.src][: op.length]
+                row = self.arenas[op.src_arena][op.src]
+                self.arenas[op.arena][op.slot][op.start : op.length] = row[op.start : op.length]
             case Move():
                 source, target = self.arenas[op.src_arena][op.src], self.arenas[op.arena]
                 capacity = len(target[op.dst])

@@ -13,6 +13,7 @@ from support.examples import examples
 from phalanx.sched.prefill_budget import (
     BESIDE_S,
     BESIDE_STEPS,
+    COPY_SPEED,
     MIN_CHUNK,
     ON_CPU,
     ON_GPU,
@@ -210,3 +211,24 @@ def test_decoding_without_a_prompt_is_no_credit():
     assert budget.tokens(4) == 0
     budget.observe(0, 0.0, 0.5)
     assert budget.tokens(4) >= MIN_CHUNK
+
+
+def test_rows_are_still_owed_time_after_a_step_that_does_not_pay_it_all():
+    budget = PrefillBudget(ON_CPU, TARGET_S, 0.5)
+    budget.observe(16, 0.25, 0.1)  # 0.15 s are owed
+    assert budget.still_owes
+    budget.observe(0, 0.0, 0.1)
+    assert not budget.still_owes and budget.tokens(4) == 0
+    budget.observe(0, 0.0, 0.1)
+    assert budget.tokens(4)
+
+
+def test_a_step_copies_what_takes_as_long_as_the_rows_own_step():
+    budget = PrefillBudget(ON_CPU, TARGET_S, 0.5)
+    assert budget.copied_bytes == math.inf
+    for seconds in (0.5, 0.25, 2.0):
+        budget.observe(0, 0.0, seconds)
+    assert budget.copied_bytes == COPY_SPEED / 4
+    on_gpu = PrefillBudget(ON_GPU, TARGET_S, 0.5)
+    on_gpu.observe(0, 0.0, 0.1)
+    assert on_gpu.copied_bytes == math.inf

@@ -9,6 +9,7 @@ evaluated before the buffer is written. Does not know models, nor decides which 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -25,12 +26,29 @@ BATCH = 64 << 20
 
 
 class Snapshot:
-    """An evaluated copy of the first `length` tokens of a row, in all layers, with memory of its own."""
+    """An evaluated copy of the first `length` tokens of a row, in all layers, with memory of its own.
 
-    def __init__(self, length: int, parts: list[list[mx.array]]) -> None:
+    Args:
+        parts: of each layer. Those of further layers are copied from the row later, by `source`.
+    """
+
+    def __init__(self, length: int, parts: list[list[mx.array]], source: ArenaBuffers | None = None) -> None:
         self.length = length
-        self.parts = parts
-        self.nbytes = sum(array.nbytes for part in parts for array in part)
+        self.copied = parts
+        self._source = source
+
+    @property
+    def parts(self) -> list[list[mx.array]]:
+        """The arrays of each layer. Copies what is missing."""
+        if self._source is not None:
+            self._source.copy_saved(only=self)
+            self._source = None
+        return self.copied
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is copied so far."""
+        return sum(array.nbytes for part in self.copied for array in part)
 
 
 class ArenaBuffers:
@@ -49,6 +67,7 @@ class ArenaBuffers:
         self._extent: list[int] = []  # by slot: tokens that may differ from zero
         self._length: list[int] = []  # by slot: tokens in the recurrent state
         self._given_back: list[int] = []  # by slot: leaves of an ended row already given back
+        self._unsaved: list[tuple[int, weakref.ref[Snapshot]]] = []  # slots, and snapshots that lack layers of theirs
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +86,7 @@ class ArenaBuffers:
 
     def resize(self, rows: int, capacity: int) -> None:
         """Reallocate. Live rows in slots that remain keep their tokens, up to the new capacity."""
+        self.copy_saved()
         kept = [slot for slot in range(min(rows, self.rows)) if self._live[slot]]
         length = min(capacity, max((self._extent[slot] for slot in kept), default=0))
         for leaf in self.leaves:
@@ -81,6 +101,8 @@ class ArenaBuffers:
     def admit(self, slot: int) -> None:
         """Give the slot to a new sequence. Clears it, because a NaN spreads even from a masked position."""
         self._check(slot)
+        if self._is_unsaved(slot) and (unused := self._unused()) is not None:
+            self.swap(slot, unused)
         self._clear(slot)
         self._live[slot] = True
 
@@ -90,8 +112,10 @@ class ArenaBuffers:
         self._live[slot] = False
 
     def give_back(self, max_bytes: float = math.inf) -> None:
-        """Return memory of ended rows to the system, about `max_bytes` at most. Does nothing without pages."""
+        """Return memory of ended rows to the system, about `max_bytes` at most. Does nothing without pages, nor for
+        rows that are not wholly saved."""
         ended = [slot for slot, live in enumerate(self._live) if not live and self._extent[slot]]
+        ended = [slot for slot in ended if not self._is_unsaved(slot)]
         for slot in ended if row_memory.in_pages() else ():
             for leaf in self.leaves[self._given_back[slot] :]:
                 if max_bytes <= 0:
@@ -102,27 +126,50 @@ class ArenaBuffers:
             self._clear(slot)
 
     def save(self, slot: int, length: int) -> Snapshot:
-        """Copy the first `length` tokens of a row. A recurrent row can be copied only at its own length."""
+        """Copy the first `length` tokens of a row. A recurrent row can be copied only at its own length.
+
+        With pages, `copy_saved` copies them, at the latest when the snapshot is used or another row takes the slot. The
+        row may only grow meanwhile.
+        """
         self._check_live(slot)
         self._check_state(slot, length, "keep")
-        parts = [leaf.copied(slot, length) for leaf in self.leaves]
-        mx.eval(parts)
-        return Snapshot(length, parts)
+        snapshot = Snapshot(length, [], self)
+        self._unsaved.append((slot, weakref.ref(snapshot)))
+        if self.recurrent or not row_memory.in_pages():
+            self.copy_saved()
+        return snapshot
 
-    def load(self, slot: int, snapshot: Snapshot, length: int) -> None:
-        """Write the first `length` tokens of a snapshot into a slot."""
+    def copy_saved(self, max_bytes: float = math.inf, *, only: Snapshot | None = None) -> None:
+        """Copy layers that snapshots lack (or that `only` this one lacks), about `max_bytes` at most."""
+        for entry in [*self._unsaved]:
+            slot, snapshot = entry[0], entry[1]()
+            if only is not None and snapshot is not only:
+                continue
+            while snapshot is not None and len(snapshot.copied) < len(self.leaves):
+                if max_bytes <= 0:
+                    return
+                mx.eval(part := self.leaves[len(snapshot.copied)].copied(slot, snapshot.length))
+                snapshot.copied.append(part)
+                max_bytes -= sum(array.nbytes for array in part)
+            self._unsaved.remove(entry)
+
+    def load(self, slot: int, snapshot: Snapshot, length: int, start: int = 0) -> None:
+        """Write tokens `[start, length)` of a snapshot into a slot, which has the tokens before."""
         self._check(slot)
         if length > min(snapshot.length, self.capacity):
             raise EngineError(f"{length} tokens of an entry of {snapshot.length} do not fit in {self.capacity}.")
         if self.recurrent and length != snapshot.length:
             raise EngineError(f"Recurrent state kept at {snapshot.length} tokens cannot serve {length}.")
-        self._occupy(slot, length, extent=length)
+        if start == 0:
+            self._occupy(slot, length, extent=length)
+        self._length[slot], self._extent[slot] = length, max(length, self._extent[slot])
         for leaf, part in zip(self.leaves, snapshot.parts, strict=True):
-            leaf.paste(slot, part, length)
+            leaf.paste(slot, [array[:, :, start:] for array in part] if start else part, length, start)
         mx.eval(self.arrays())
 
-    def copy(self, src: int, target: ArenaBuffers, dst: int, length: int | None = None) -> None:
-        """Copy the first `length` tokens (None: all written ones) of a row into a slot of an arena, maybe this one."""
+    def copy(self, src: int, target: ArenaBuffers, dst: int, length: int | None = None, start: int = 0) -> None:
+        """Copy tokens `[start, length)` (None: to the last written one) of a row into a slot of an arena, maybe this
+        one. The slot has the tokens before `start`."""
         self._check_live(src)
         target._check(dst)
         written = self._extent[src] if length is None else length
@@ -130,12 +177,14 @@ class ArenaBuffers:
             raise EngineError(f"A row of {written} tokens does not fit in a slot of {target.capacity}.")
         state = self._length[src] if length is None else length
         self._check_state(src, state, "copy")
-        target._occupy(dst, state, extent=written)
-        for leaves in self._batches(written):
-            rows = [self.leaves[i].copied(src, written) for i in leaves]
+        if start == 0:
+            target._occupy(dst, state, extent=written)
+        target._length[dst], target._extent[dst] = state, max(written, target._extent[dst])
+        for leaves in self._batches(written - start):
+            rows = [self.leaves[i].copied(src, written, start) for i in leaves]
             mx.eval(rows)
             for i, row in zip(leaves, rows, strict=True):
-                target.leaves[i].paste(dst, row, written)
+                target.leaves[i].paste(dst, row, written, start)
             mx.eval([target.leaves[i].arrays() for i in leaves])
 
     def move(self, src: int, target: ArenaBuffers, dst: int) -> None:
@@ -161,6 +210,8 @@ class ArenaBuffers:
         by_slot: list[list[Any]] = [self._live, self._extent, self._length, self._given_back]
         for values in by_slot:
             values[a], values[b] = values[b], values[a]
+        other = {a: b, b: a}
+        self._unsaved = [(other.get(slot, slot), snapshot) for slot, snapshot in self._unsaved]
 
     def _swap_copies(self, a: int, b: int, length: int) -> None:
         for leaves in self._batches(2 * length):
@@ -233,7 +284,16 @@ class ArenaBuffers:
         if batch:
             yield batch
 
+    def _is_unsaved(self, slot: int) -> bool:
+        return any(slot == unsaved and snapshot() is not None for unsaved, snapshot in self._unsaved)
+
+    def _unused(self) -> int | None:
+        """A slot without a row or tokens."""
+        return next((slot for slot, live in enumerate(self._live) if not live and not self._extent[slot]), None)
+
     def _clear(self, slot: int) -> None:
+        if self._is_unsaved(slot):
+            self.copy_saved()
         if self._extent[slot]:
             mx.eval(self.arrays())
             for leaf in self.leaves[self._given_back[slot] :]:

@@ -108,14 +108,14 @@ class RaggedKV:
         for buffer in self.arrays():
             row_memory.clear(buffer, slot, length)
 
-    def copied(self, slot: int, length: int) -> list[mx.array]:
-        """Copies of the first `length` tokens of a slot, one per buffer, to be evaluated before the next write."""
-        return [_own_copy(buffer[slot : slot + 1, :, :length]) for buffer in self.arrays()]
+    def copied(self, slot: int, length: int, start: int = 0) -> list[mx.array]:
+        """Copies of tokens `[start, length)` of a slot, one per buffer, to be evaluated before the next write."""
+        return [_own_copy(buffer[slot : slot + 1, :, start:length]) for buffer in self.arrays()]
 
-    def paste(self, slot: int, parts: Sequence[mx.array], length: int) -> None:
-        """Write the first `length` tokens of copies from `copied` into a slot."""
+    def paste(self, slot: int, parts: Sequence[mx.array], length: int, start: int = 0) -> None:
+        """Write copies of tokens from `start` on into a slot, up to token `length`."""
         for buffer, part in zip(self.arrays(), parts, strict=True):
-            row_memory.write(buffer, part[:, :, :length], slot)
+            row_memory.write(buffer, part[:, :, : length - start], slot, start)
 
     def _current(self) -> RowView:
         if self._view is None:
@@ -212,11 +212,11 @@ class StateRows(ArraysCache):  # type: ignore[misc]
         for buffer in self.arrays():
             row_memory.clear(buffer, slot, 1)
 
-    def copied(self, slot: int, length: int) -> list[mx.array]:
+    def copied(self, slot: int, length: int, start: int = 0) -> list[mx.array]:
         """Copies of a slot's state, one per buffer, to be evaluated before the next write."""
         return [_own_copy(buffer[slot : slot + 1]) for buffer in self.arrays()]
 
-    def paste(self, slot: int, parts: Sequence[mx.array], length: int) -> None:
+    def paste(self, slot: int, parts: Sequence[mx.array], length: int, start: int = 0) -> None:
         """Write copies from `copied` into a slot."""
         for buffer, part in zip(self.arrays(), parts, strict=True):
             row_memory.write(buffer, part, slot)

@@ -45,13 +45,13 @@ def allocate(shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
     return zeros
 
 
-def write(buffer: mx.array, new: mx.array, first: int) -> None:
-    """Write `new` [n, heads, L, dim] to the first tokens of rows `[first, first + n)`. A region is written at once,
-    another buffer when it is evaluated: in place if nothing else refers to it."""
+def write(buffer: mx.array, new: mx.array, first: int, start: int = 0) -> None:
+    """Write `new` [n, heads, L, dim] to tokens `[start, start + L)` of rows `[first, first + n)`. A region is written
+    at once, another buffer when it is evaluated: in place if nothing else refers to it."""
     if (ops := install.operations()) is not None:
-        mx.eval(ops.write_rows(buffer, new, 0, first))
+        mx.eval(ops.write_rows(buffer, new, start, first))
     else:
-        buffer[first : first + new.shape[0], :, : new.shape[2]] = new
+        buffer[first : first + new.shape[0], :, start : start + new.shape[2]] = new
 
 
 def clear(buffer: mx.array, row: int, length: int) -> None:
