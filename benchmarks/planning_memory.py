@@ -2,7 +2,8 @@
 
 What to expect. Weights are known to the byte from headers; a process's own memory is a constant of the planner. So the
 prediction should be within 5 % or 100 MB of what is measured: `Pss`, in which a page that several processes share
-counts in parts, of the server and its ranks. The peak is that of the start and one answer, 20 looks a second.
+counts in parts, of the server and its ranks. The peak is that of the start and one answer, 20 looks a second; what a
+start reads ahead lies in the system's cache, and is in no process.
 
 With --limits each server also starts in a memory cgroup (v1, root): once with a limit with which the plan says that it
 fits, the least one in steps of 16 MiB, in which it must answer; and once with 48 MiB less, which the plan refuses, and
@@ -102,14 +103,12 @@ def answers(url: str) -> bool:
 def compare(model: str, plan: GroupPlan) -> dict[str, Any]:
     """Predicted and measured bytes of one plan."""
     idle = sum(rank.process + rank.weights for rank in plan.fit.ranks)
-    loading = sum(rank.loading for rank in plan.fit.ranks)
     with server(model, plan, "0.5") as (url, watch):
         assert url and answers(url)
         time.sleep(IDLE_S)
         found = held(watch.pid)
     row = {"model": Path(model).name, "plan": plan.candidate.name, "predicted": idle, "idle": found}
-    row |= {"predicted_peak": idle + loading, "peak": watch.peak}
-    row |= {"near": near(idle, found), "near_peak": near(idle + loading, watch.peak)}
+    row |= {"peak": watch.peak, "near": near(idle, found), "near_peak": near(idle, watch.peak)}
     return row
 
 
@@ -144,8 +143,10 @@ def under_limit(model: str, plan: GroupPlan) -> dict[str, Any]:
     try:
         need = sum(rank.process + rank.weights for rank in plan.fit.ranks)
         size = need // STEP * STEP
-        while limit(size) or not fits(model, plan, group):
+        limit(size)
+        while not fits(model, plan, group):
             size += STEP
+            limit(size)
         with server(model, plan, "0", group) as (url, _):
             fitting = bool(url) and answers(url)
         limit(size - LESS)
@@ -161,7 +162,7 @@ def under_limit(model: str, plan: GroupPlan) -> dict[str, Any]:
 def models(given: argparse.Namespace, folder: Path) -> list[str]:
     """The named models, and tiny ones of families."""
     sys.path.insert(0, str(ROOT / "tests"))
-    from support.models import make_model  # noqa: PLC0415 - of the tests
+    from support.models import make_model  # type: ignore[import-not-found]  # noqa: PLC0415 - of the tests
 
     return [*given.models, *(str(make_model(family, folder / family)) for family in given.families)]
 
@@ -180,7 +181,7 @@ def main() -> None:
                 if plan.fit.problem:
                     continue
                 rows.append(row := compare(model, plan))
-                sizes = [f"{name} {row[name] / MIB:.0f}" for name in ("predicted", "idle", "predicted_peak", "peak")]
+                sizes = [f"{name} {row[name] / MIB:.0f}" for name in ("predicted", "idle", "peak")]
                 print(f"{row['model']}, {row['plan']}: {', '.join(sizes)} MiB; near {row['near']}", flush=True)
                 if given.limits:
                     limits.append(found := under_limit(model, plan))

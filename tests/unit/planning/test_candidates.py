@@ -117,11 +117,11 @@ def test_rows_are_counted_in_pages():
     assert pages.rows == pages.ranks[0].kv // (320 * 8 * 1024)
 
 
-@pytest.mark.parametrize(("kind", "taken"), [("host", 270), ("metal", 270), ("cuda", 0)])
+@pytest.mark.parametrize(("kind", "taken"), [("host", 264), ("metal", 264), ("cuda", 0)])
 def test_processes_take_memory_before_the_model_does(kind: str, taken: int):
     machine = MachineMemory(total=64 * GB, available=20 * GB, kind=kind)
     found = fit(Candidate(width=2, hosts=("a", "a")), PlanHost(name="a", memory=machine, guard=0))
-    assert [rank.process >> 20 for rank in found.ranks] == [190, 80]
+    assert [rank.process >> 20 for rank in found.ranks] == [184, 80]
     left = 20 * GB - (taken << 20) - 2 * (4 * GB + GB // 2)
     assert [rank.kv for rank in found.ranks] == [int(left // 2 * 0.6)] * 2
 
