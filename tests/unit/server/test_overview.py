@@ -83,6 +83,29 @@ def test_the_leaders_host_has_its_memory_and_how_much_is_on_disk(tokenizer, dire
     run(tokenizer, scenario, replace(CONFIG, engine=replace(CONFIG.engine, prefix_cache_dir=directory)))
 
 
+@pytest.mark.parametrize(
+    ("layers", "hosts", "held"),
+    [
+        ((None, None), "aa", 2.0),
+        ((None, None), "ab", 1.0),
+        (((15, 29), (0, 14)), "aa", 1.0),
+        (((24, 29), (0, 23)), "ab", 0.2),
+    ],
+)
+def test_ranks_of_stages_hold_the_rows_of_their_own_layers(tokenizer, layers, hosts, held):
+    async def scenario(client, engine):
+        ranks = [
+            RankStats(rank=number, host=host, pid=7, layers=own)
+            for number, (host, own) in enumerate(zip(hosts, layers, strict=True))
+        ]
+        engine._stats = EngineStats(ranks=ranks, kv_bytes=1000, prefix_bytes=500)
+        found = await parts(client, lambda found: "hosts/a" in found)
+        memory = found["hosts/a"]["memory"]
+        assert (memory["rows"], memory["prefixes"]) == (1000 * held, 500 * held)
+
+    run(tokenizer, scenario)
+
+
 def test_links_are_shown_a_bad_one_first_and_what_the_last_requests_took(tokenizer):
     async def scenario(client, engine):
         ranks = [

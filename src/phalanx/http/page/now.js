@@ -39,7 +39,7 @@ function summary(server) {
       fact("Requests", `${number(server.running)} of ${number(server.limit)}`, bar(server.running / Math.max(1, server.limit), "share of places taken")),
       fact("Waiting", number(server.waiting)));
   }
-  const shape = server.ranks > 1 ? `${server.ranks} ranks${server.stages > 1 ? `, ${server.stages} stages` : ""}, ${server.backend}` : "1 rank";
+  const shape = server.ranks > 1 ? `${server.ranks} ranks${server.stages > 1 ? `, ${server.stages} stages` : ""}${server.backend === "none" ? "" : `, ${server.backend}`}` : "1 rank";
   const bits = server.quantization === "none" ? server.dtype : server.quantization;
   const progress = server.progress;
   return h("dl", { class: "facts card" },
@@ -122,7 +122,7 @@ function links(found) {
     h("h3", { text: link.problem }), link.remedy ? h("p", { class: "remedy" }, commands(link.remedy)) : null)));
   return h("section", { class: "links" }, h("h2", { text: "Links" }), bad.length ? h("ol", { class: "events" }, bad) : null,
     table("Links", ["Between", "Carries", "State", ...columns.map(([, label]) => ({ n: label }))], rows),
-    h("p", { class: "hint", text: "Time is a connection's least round trip of the last minutes; of all-reduces, time and bandwidth are the self-test's. Steps waited also while the stage before computed. What nothing measures is left out." }));
+    h("p", { class: "hint", text: "Time is a connection's least round trip of the last minutes; of all-reduces, time and bandwidth are the self-test's. Waited is time that steps stood still for frames, also while the stage before computed. What nothing measures is left out." }));
 }
 
 function selfTest(found) {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from statistics import median
 from typing import Any
@@ -122,28 +122,40 @@ class ServerOverview:
             here = list(found)
             shown: dict[str, Any] = {"ranks": [_rank(rank) for rank in here]}
             if host == leader and info is not None:
-                shown["memory"] = self._memory(stats, info, len(here))
+                shown["memory"] = self._memory(stats, info, here)
             yield host, shown
 
     def _links(self, stats: EngineStats, info: ModelInfo | None) -> list[dict[str, Any]]:
         faults = ((without_paths(what), age_s) for what, age_s in self._event_log.faults())
         return links(stats.ranks, None if info is None else info.self_test, faults)
 
-    def _memory(self, stats: EngineStats, info: ModelInfo, n_here: int) -> dict[str, int | None]:
-        """Of the leader's host, in bytes: what its ranks hold, by the leader's figures, and what is free."""
+    def _memory(self, stats: EngineStats, info: ModelInfo, here: Sequence[RankStats]) -> dict[str, int | None]:
+        """Of the leader's host, in bytes: what its ranks hold, by the leader's figures, and what is free.
+
+        The leader counts rows and prefixes for all layers, of which a rank of a stage holds its own.
+        """
         machine = read_machine()
-        weights, rows, prefixes = (n * n_here for n in (info.weights_bytes, stats.kv_bytes, stats.prefix_bytes))
+        n_layers = max((rank.layers[1] + 1 for rank in stats.ranks if rank.layers is not None), default=1)
+        held = sum(1.0 if rank.layers is None else _n_layers(rank.layers) / n_layers for rank in here)
+        rows, rows_budget, prefixes, prefixes_budget = (
+            round(n * held)
+            for n in (stats.kv_bytes, info.kv_budget_bytes, stats.prefix_bytes, info.prefix_budget_bytes)
+        )
         return {
             "total": machine.total,
             "available": machine.available >> STEP << STEP,
             "guard": guard_bytes(machine, self._config.engine.memory_guard_gb),
-            "weights": weights,
+            "weights": info.weights_bytes * len(here),
             "rows": rows,
-            "rows_budget": info.kv_budget_bytes * n_here,
+            "rows_budget": rows_budget,
             "prefixes": prefixes,
-            "prefixes_budget": info.prefix_budget_bytes * n_here,
+            "prefixes_budget": prefixes_budget,
             "disk_blocks": None if self._config.engine.prefix_cache_dir is None else stats.disk_blocks,
         }
+
+
+def _n_layers(layers: tuple[int, int]) -> int:
+    return layers[1] - layers[0] + 1
 
 
 def _rank(rank: RankStats) -> dict[str, Any]:
