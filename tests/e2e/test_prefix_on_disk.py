@@ -12,8 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mlx_lm.utils import load_model
 from support.driver import PATIENT, Driver, ask, running
-from support.models import make_model
+from support.grammars import GRAMMARS, reference
+from support.models import EOS, make_model
 
 from phalanx.config import EngineConfig
 from phalanx.prefix_store.index_log import records
@@ -180,6 +182,23 @@ def test_a_directory_that_is_deleted_turns_it_off_with_one_warning(tmp_path, cap
     said = capfd.readouterr().err
     assert said.count("the prefix cache on disk is off until the next start: rank 0: ") == 1
     assert f"{cache}/rank-0 was deleted" in said
+
+
+def test_an_answer_that_follows_a_schema_is_the_same_after_a_restart(tmp_path):
+    path = make_model("llama", tmp_path / "llama")
+    config = config_for(path, prefix_cache_dir=str(tmp_path / "cache"))
+
+    async def life() -> tuple[list[int], list[int], int]:
+        async with running(config) as driver:
+            schema = {"grammar": GRAMMARS["person"], "stop_ids": {EOS}}
+            (greedy,) = await driver.generate(ask("greedy", turn([], 0), 60, **schema))
+            (drawn,) = await driver.generate(ask("drawn", turn([], 0), 60, sampling=SEEDED, **schema))
+            await written(driver, 2)
+            return greedy, drawn, driver.finished["greedy"].disk_tokens
+
+    first, again = asyncio.run(life()), asyncio.run(life())
+    assert again[:2] == first[:2] and (first[2], again[2]) == (0, 512)
+    assert reference(load_model(path)[0], path, turn([], 0), GRAMMARS["person"], 60, EOS) == first[0]
 
 
 def test_another_precision_starts_empty(tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,31 @@ def test_after_a_restart_every_rank_loads_its_part(plan, tmp_path: Path):
     assert damaged[1:] == (0, 1) and damaged[0] == first[0]
     mended = asyncio.run(life("d"))
     assert mended[1:] == (256, 0) and mended[0] == first[0]
+
+
+def test_one_rank_is_killed_and_the_group_that_restarts_serves_from_both_disks(tmp_path: Path):
+    path = make_model("llama", tmp_path / "llama", num_hidden_layers=4)
+    sizes = {"kv_cache_gb": 0.25, "prefix_cache_gb": 0.05, "max_num_batched_tokens": 64}
+    cache = str(tmp_path / "cache")
+    config = EngineConfig(model=str(path), prefix_cache_dir=cache, tensor_parallel_size=2, **sizes, **PATIENT)
+
+    async def main() -> None:
+        async with running(config) as driver:
+            (first,) = await driver.generate(ask("a", PROMPT, 24))
+            async with asyncio.timeout(120):
+                while (stats := await driver.engine.ping()).disk_blocks < 2:
+                    await asyncio.sleep(0.05)
+            before = [rank.pid for rank in stats.ranks]
+            driver.ready.clear()
+            os.kill(before[1], signal.SIGKILL)
+            await driver.until(driver.ready.is_set)
+            (again,) = await driver.generate(ask("b", PROMPT, 24))
+            stats = await driver.engine.ping()
+            assert again == first and driver.finished["b"].disk_tokens == 512
+            assert stats.disk_failures == 0 and not {rank.pid for rank in stats.ranks} & set(before)
+            assert all(rank.matches == stats.step for rank in stats.ranks)
+
+    asyncio.run(main())
 
 
 def test_stages_with_and_without_recurrent_state_load_whole_prefixes(tmp_path: Path):

@@ -74,6 +74,8 @@ def open_store(
         hashlib.blake2b(msgspec.json.encode(facts), digest_size=16).hexdigest(),
         layout.sizes,
     )
+    if store.was_of_another and link.rank == 0:
+        log.info("prefixes on disk were of another model, plan, version or machine: %s starts empty", folder.parent)
     own = _Held(
         names=b"".join(block.name for block in store.blocks), sizes=layout.sizes, recurrent=runner.facts.recurrent
     )

@@ -199,7 +199,9 @@ class PrefixStore:
                     for name in record.names:
                         if name in self._puts:
                             self._puts.move_to_end(name)
-        if header is None or (header.format, header.identity) != (FORMAT, identity):
+        self.was_of_another = header is not None and (header.format, header.identity) != (FORMAT, identity)
+        """The blocks were of another identity or format, and are deleted."""
+        if header is None or self.was_of_another:
             self._puts.clear()
             for file in self._files:
                 os.ftruncate(file, 0)

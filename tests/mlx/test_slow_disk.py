@@ -1,0 +1,121 @@
+"""A disk as slow as the test likes, with a stream beside it: no step waits for it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.models import make_model
+from support.speculation import Engine, load
+
+from phalanx.model.disk_blocks import BlockLayout, DiskBlocks
+from phalanx.prefix_store import store as store_module
+from phalanx.prefix_store.store import PrefixStore
+from phalanx.sched import disk_prefixes
+from phalanx.sched.disk_index import DiskIndex
+from phalanx.sched.plan import DiskOutcome, Evict
+from phalanx.types import Sampling, SequenceRequest, StopRule, Submit
+
+
+class SlowDisk:
+    """Each call waits until the test lets one pass."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun = threading.Semaphore(0)
+        self.allowed = threading.Semaphore(0)
+        for owner, name in ((store_module, "_write_at"), (os, "preadv")):
+            monkeypatch.setattr(owner, name, self._slow(getattr(owner, name)))
+
+    def _slow(self, call: Any) -> Any:
+        def wrapped(*args: Any) -> Any:
+            self.begun.release()
+            assert self.allowed.acquire(timeout=120)
+            return call(*args)
+
+        return wrapped
+
+    def wait_for_call(self) -> None:
+        """Until one more call has begun."""
+        assert self.begun.acquire(timeout=120)
+
+    def wait_for(self, outcomes: list[DiskOutcome]) -> list[DiskOutcome]:
+        """Until there is an outcome."""
+        for _ in range(2400):
+            if outcomes:
+                return outcomes
+            time.sleep(0.05)
+        raise AssertionError("no outcome")
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[tuple[Engine, list[DiskOutcome]]]:
+    runner, vocab = load(make_model("llama", tmp_path / "llama"))
+    engine = Engine(runner, vocab)
+    outcomes: list[DiskOutcome] = []
+    layout = BlockLayout(runner.facts.layouts)
+    store = PrefixStore(tmp_path / "cache", "model", layout.sizes)
+    runner.disk = DiskBlocks(store, layout, 0, 1 << 24, outcomes.append)
+    engine.scheduler.disk.open(DiskIndex(b"secret", 100), 1)
+    yield engine, outcomes
+    runner.disk.close()
+
+
+def submit(engine: Engine, name: str, prompt: list[int], n: int) -> None:
+    request = SequenceRequest(
+        id=name, group=name, prompt=prompt, sampling=Sampling(temperature=0.0), stop=StopRule(max_tokens=n)
+    )
+    engine.take(Submit(request))
+
+
+def test_streams_get_their_tokens_while_blocks_are_written_and_read(
+    made: tuple[Engine, list[DiskOutcome]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, outcomes = made
+    monkeypatch.setattr(disk_prefixes, "MIN_PATIENCE_S", 600.0)
+    prompt, answers, disk = [7 * i % 400 + 5 for i in range(600)], engine.post.answers, SlowDisk(monkeypatch)
+
+    def tokens_of(n: int) -> int:
+        """What the stream beside the disk gets in `n` steps."""
+        before = len(answers["stream"].tokens)
+        for _ in range(n):
+            engine.step()
+        return len(answers["stream"].tokens) - before
+
+    def finish(name: str) -> list[int]:
+        while name not in answers or answers[name].finished is None:
+            engine.step()
+        return answers[name].tokens
+
+    def let_pass(calls: int) -> DiskOutcome:
+        for _ in range(calls):
+            disk.allowed.release()
+        (outcome,) = disk.wait_for(outcomes)
+        engine.scheduler.disk.take(outcomes.pop())
+        return outcome
+
+    submit(engine, "stream", [5, 6, 7], 900)
+    submit(engine, "first", prompt, 4)
+    first = finish("first")
+    engine.step()
+    disk.wait_for_call()
+    assert tokens_of(40) == 40 and not outcomes, "the first block is still being written"
+    assert let_pass(3).bad is None, "two blocks, and the index"
+    assert len(engine.scheduler.disk.index) == 2
+    engine.scheduler.layout.ops.extend(Evict(entry) for entry in engine.scheduler.prefix.clear())
+    for _ in range(2):
+        disk.wait_for_call()
+    submit(engine, "again", prompt, 4)
+    engine.step()
+    disk.wait_for_call()
+    assert tokens_of(40) == 40 and not outcomes and "again" not in answers, "it waits for its first block"
+    assert engine.scheduler.disk.held
+    assert let_pass(2).bad is None
+    disk.allowed.release(100)  # what is noted of the use
+    assert finish("again") == first
+    finished = answers["again"].finished
+    assert finished is not None and finished.disk_tokens == 512
