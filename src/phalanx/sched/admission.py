@@ -3,7 +3,7 @@
 A buffer costs rows x capacity, so the budget counts allocated memory, not the sum of row lengths (design:
 Ragged rows). Short rows share arena 0, whose capacity never exceeds `long_threshold`; longer ones share arena 1. The
 threshold is chosen so that a full arena 0 takes at most half of the budget. With row groups, each has these two arenas.
-Does not know which row comes first (`scheduler.py`), nor rows that take memory by the page (`page_admission.py`).
+`scheduler.py` decides which row comes first; `page_admission.py` counts rows that take memory by the page.
 """
 
 from __future__ import annotations
