@@ -126,3 +126,11 @@ def test_a_server_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str])
     with raw_server(b"") as url:
         assert main(["top", url]) == ExitCode.CONFIG
     assert "does not answer as phalanx does" in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_address_without_a_server_is_told_as_chat_tells_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with web_server(lambda path, body: (200, "{}")) as url:
+        pass
+    assert main(["top", url]) == ExitCode.CRASH
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"No answer from {url}" in told and "Is the server running there?" in told

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from phalanx.bench.http_client import open_client
+from phalanx.bench.http_client import open_client, unreachable
 from phalanx.cli.chat import api_base
 from phalanx.cli.setting_flags import key_file, keys_of
 from phalanx.cli.terminal import is_dumb
@@ -80,6 +80,8 @@ async def _overviews(base: str, key: str | None, certificate: Path | None) -> As
                     )
                 async for parts in _parts(answer):
                     yield parts
+    except httpx.ConnectError as error:
+        raise unreachable(client, error) from error
     except (httpx.HTTPError, msgspec.DecodeError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{base} does not answer as phalanx does: {str(error) or type(error).__name__}.",
