@@ -152,6 +152,8 @@ def test_an_argument_too_many_is_told_where_it_belongs(
         (["serve", "demo", "-p", "8000"], "`phalanx serve` has no flag -p.\n  Did you mean --port?"),
         (["serve", "demo", "-c", "4096"], "`phalanx serve` has no flag -c.\n  Did you mean --max-model-len"),
         (["serve", "-m", "demo"], "`phalanx serve` has no flag -m.\n  The model is an argument"),
+        (["top", "--url", "http://a"], "no flag --url.\n  The address is an argument: `phalanx top http://HOST:PORT`."),
+        (["chat", "--url=http://a"], "no flag --url.\n  The address is an argument: `phalanx chat http://HOST:PORT`."),
         (["logs", "hosts.json", "-q"], "`phalanx logs` has no flag -q.\n  `phalanx logs --help` shows all flags."),
     ],
 )

@@ -54,7 +54,22 @@ def test_errors(status: int, body: object, said: str, capsys: pytest.CaptureFixt
     assert said in " ".join(capsys.readouterr().err.split())
 
 
+def test_where_ids_stand_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "No request 'x' of this key. The id is that of the answer, or its header x-request-id."
+    with web_server(lambda path, _: (404, json.dumps({"error": {"message": said}}))) as url:
+        assert main(["explain", "x", "--url", url]) == ExitCode.CONFIG
+    assert capsys.readouterr().err.count("x-request-id") == 1
+
+
 def test_what_is_no_phalanx_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with raw_server(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nno") as url:
         assert main(["explain", "x", "--url", url]) == ExitCode.CONFIG
     assert "does not answer as phalanx does" in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_address_without_a_server_is_told_as_chat_tells_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with web_server(lambda path, body: (200, "{}")) as url:
+        pass
+    assert main(["explain", "x", "--url", url]) == ExitCode.CRASH
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"No answer from {url}" in told and "Is the server running there?" in told

@@ -213,7 +213,7 @@ def test_stage_flag(parsed: list[ServerConfig], name: str, flags: list[str], fie
         (["--pp", "4", "--tp", "8"], "--tp and --pp ask for 32 ranks; 16 are the most"),
         (["--pp-split", "20,41"], "--pp-split is for stages, and there is one"),
         (["--pp-activation-dtype", "float16"], "--pp-activation-dtype is for stages, and there is one"),
-        (["--pp", "2", "--pp-split", "20,30,11"], "--pp-split 20,30,11 has 3 numbers, --pp is 2"),
+        (["--pp", "2", "--pp-split", "20,30,11"], "--pp-split 20,30,11 and --pp 2 differ in the number of stages."),
         (["--pp", "2", "--inject", "cut:rank=2,step=4"], "there is no rank 2"),
         (["--pp", "2", "--attach", "/s"], "--attach waits for ranks of another launcher, which starts one stage"),
     ],

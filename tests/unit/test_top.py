@@ -247,3 +247,11 @@ def test_without_colours_no_colour_is_sent(width: int, monkeypatch: pytest.Monke
     console = Console(file=out, width=width, force_terminal=True)
     console.print(top._drawn("http://a", TopView(SERVER, None), console))
     assert "\x1b[3" not in out.getvalue() and "demo" in out.getvalue()
+
+
+def test_an_address_without_a_server_is_told_as_chat_tells_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with web_server(lambda path, body: (200, "{}")) as url:
+        pass
+    assert main(["top", url]) == ExitCode.CRASH
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"No answer from {url}" in told and "Is the server running there?" in told

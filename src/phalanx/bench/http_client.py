@@ -148,7 +148,7 @@ async def listed_models(client: httpx.AsyncClient) -> list[ListedModel]:
                 raise await _refused(response)
             body = await _beginning(response, MAX_LIST)
     except httpx.HTTPError as error:
-        raise _unreachable(client, error) from error
+        raise unreachable(client, error) from error
     except TimeoutError as error:
         raise RequestFailed(
             f"{client.base_url}models did not answer within {LIST_S:g} s.", remedy="Is it the address of a server?"
@@ -197,7 +197,7 @@ async def stream_chat(
             async for event in _events(response):
                 record.add(event)
     except httpx.HTTPError as error:
-        raise _unreachable(client, error) from error
+        raise unreachable(client, error) from error
     return record.exchange()
 
 
@@ -383,7 +383,8 @@ def _message(body: Any) -> str:
     return str(error.get("message", error) if isinstance(error, dict) else error)[:MAX_MESSAGE]
 
 
-def _unreachable(client: httpx.AsyncClient, error: httpx.HTTPError) -> RequestFailed:
+def unreachable(client: httpx.AsyncClient, error: httpx.HTTPError) -> RequestFailed:
+    """The error of a server that gives no answer."""
     cause = str(error).rstrip(".") or type(error).__name__
     remedies = (remedy for part, remedy in REMEDIES.items() if part in cause)
     return RequestFailed(

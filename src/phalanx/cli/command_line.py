@@ -132,6 +132,8 @@ class Command(TyperCommand):
             return f"The model is an argument, and stands after `--`: `{AFTER_DASHES}`."
         if self.name in SERVING_COMMANDS and name in FOREIGN_FLAGS:
             return FOREIGN_FLAGS[name]
+        if name == "--url" and self.name in ("chat", "top"):
+            return f"The address is an argument: `phalanx {self.name} http://HOST:PORT`."
         if name.startswith("--") and (close := get_close_matches(name, shown, n=1, cutoff=0.7)):
             return f"Did you mean {close[0]}?"
         return f"`phalanx {self.name} --help` shows all flags."

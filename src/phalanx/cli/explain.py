@@ -11,7 +11,7 @@ from urllib.parse import quote
 import httpx
 import typer
 
-from phalanx.bench.http_client import open_client
+from phalanx.bench.http_client import open_client, unreachable
 from phalanx.cli.chat import api_base
 from phalanx.cli.setting_flags import key_file, keys_of
 from phalanx.cli.terminal import show_json
@@ -56,6 +56,8 @@ async def _ask(id: str, base: str, key: str | None, certificate: Path | None) ->
         try:
             answer = await client.get(f"/requests/{quote(id, safe='')}", timeout=TIMEOUT_S)
             body = answer.json()
+        except httpx.ConnectError as error:
+            raise unreachable(client, error) from error
         except (httpx.HTTPError, ValueError) as error:
             raise ConfigError(
                 f"{base} does not answer as phalanx does: {str(error) or type(error).__name__}.",
@@ -71,4 +73,4 @@ async def _ask(id: str, base: str, key: str | None, certificate: Path | None) ->
 def _remedy(status: int) -> str:
     if status in (401, 403):
         return "Give the key that the request had, or the server's admin key, as --api-key."
-    return "The id is in the answer (`id`) and in its header x-request-id." if status == 404 else ""
+    return ""

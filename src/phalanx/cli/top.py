@@ -16,7 +16,7 @@ import typer
 from rich.console import Console, Group
 from rich.live import Live
 
-from phalanx.bench.http_client import open_client
+from phalanx.bench.http_client import RequestFailed, open_client, unreachable
 from phalanx.cli.chat import api_base
 from phalanx.cli.setting_flags import key_file, keys_of
 from phalanx.cli.terminal import is_dumb
@@ -69,7 +69,8 @@ async def _follow(live: Live, base: str, key: str | None, certificate: Path | No
     """Show a server until Ctrl-C; one that goes away after it answered is shown as gone until it is back.
 
     Raises:
-        ConfigError: it never answered, or what answers now is none of phalanx, or refuses the key.
+        ConfigError: what answers is none of phalanx, or refuses the key.
+        RequestFailed: it never answered.
     """
     parts: dict[str, Any] | None = None
     while True:
@@ -77,7 +78,7 @@ async def _follow(live: Live, base: str, key: str | None, certificate: Path | No
             async with aclosing(_overviews(base, key, certificate)) as overviews:
                 async for parts in overviews:
                     live.update(_drawn(base, TopView(parts, live.console.height), live.console), refresh=True)
-        except ServerGone:
+        except (ServerGone, RequestFailed):
             if parts is None:
                 raise
         if parts is None:
@@ -120,6 +121,8 @@ async def _overviews(base: str, key: str | None, certificate: Path | None) -> As
                     )
                 async for parts in _parts(answer):
                     yield parts
+    except httpx.ConnectError as error:
+        raise unreachable(client, error) from error
     except httpx.TransportError as error:
         raise _no_phalanx(base, error, ServerGone) from error
     except (httpx.HTTPError, msgspec.DecodeError, TypeError, AttributeError, LookupError) as error:

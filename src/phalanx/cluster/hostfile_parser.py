@@ -4,8 +4,8 @@
      "hosts": [{"ssh": "studio1", "ips": ["192.168.1.11"], "rdma": [null, "rdma_en5"]}, ...]}
 
 A plain list of hosts is a hostfile without backend and envs. `rdma[j]` of host i names the device or devices of host i
-towards host j; null for itself. `gpus`, which mlx.launch does not know, is a host's number of NVIDIA GPUs. Does not
-know whether hosts and devices exist.
+towards host j; null for itself. `gpus`, which mlx.launch does not know, is a host's number of NVIDIA GPUs. `doctor`
+finds out whether hosts and devices exist.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ class LocalServer(Struct, frozen=True, kw_only=True):
         """Names by which a user may ask for it. A model in a directory is served under the directory's name."""
         called = {self.kind} if self.kind == "gateway" else {*self.models, *self.served_as}
         called |= {Path(model).name for model in self.models}
-        return {str(self.pid), *called, *(address.rpartition(":")[2] for address in self.addresses)}
+        ports = {address.rpartition(":")[2] for address in self.addresses}
+        return {str(self.pid), *called, *self.addresses, *ports}
 
 
 def local_servers() -> list[LocalServer]:

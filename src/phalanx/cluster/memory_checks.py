@@ -103,7 +103,7 @@ def shard_fits(wanted: ExamineRequest, facts: HostFacts, found: MachineMemory) -
     of_gpu = "" if found.kind == "host" else " to the GPU"
     if shard > found.available - guard:
         return bad(
-            "memory", f"{found.available / GB:.1f} GiB available{of_gpu}, of which {guard / GB:.1f} GiB stay free",
+            "memory", f"{found.available / GB:.1f} GiB available{of_gpu}; {guard / GB:.1f} GiB of it must stay free",
             f"{shard / GB:.1f} GiB for the shard of this host",
             f"{make_room(found) + ', or use' if make_room(found) else 'Use'} more hosts, or a smaller model; "
             "PHALANX_MEMORY_GUARD_GB lowers what stays free.",

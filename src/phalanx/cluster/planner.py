@@ -1,6 +1,6 @@
 """Makes the plans for a model on some hosts: asks each what it has, which of the plans fit, and how fast those are.
 
-Does not know how a host measures itself (`survey.py`), nor what a plan's speed follows from (`planning/`).
+`survey.py` measures a host, `planning/` computes a plan's speed.
 """
 
 from __future__ import annotations

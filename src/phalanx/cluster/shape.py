@@ -80,7 +80,7 @@ def shape_of(words: Sequence[str]) -> Shape:
     split = _numbers(SPLIT_FLAG, splits[-1]) if splits else None
     if split is not None and len(split) != stages:
         raise ConfigError(
-            f"{SPLIT_FLAG} {splits[-1]} has {len(split)} numbers, --pp is {stages}.",
+            f"{SPLIT_FLAG} {splits[-1]} and --pp {stages} differ in the number of stages.",
             remedy="Give the number of layers of each stage.",
         )
     return Shape(rest, stages, widths, split)

@@ -301,7 +301,7 @@ class _Supervisor:
         return ExitCode.OK
 
     def _try_once(self) -> int:
-        """Run the process; its exit status. A start for which there is no process, memory or disk is a crash."""
+        """Run the process; its exit status. A start that lacks a process, memory or disk counts as a crash."""
         try:
             return self._run_once()
         except OSError as error:

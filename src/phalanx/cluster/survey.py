@@ -1,6 +1,6 @@
 """A host's side of planning: what a model needs, what this machine can give, and how fast it is, measured in seconds.
 
-Does not know MLX: processes of their own read headers and measure. Does not know which plans there are (`planning/`).
+Processes of their own use MLX to read headers and to measure. `planning/` lists the plans.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def shape_here(request: ShapeRequest) -> HostShape:
     Raises:
         ModelNotFound, ModelError: the model is neither on this machine, nor can its headers be fetched.
         ClusterError: it cannot be served; says why.
-        ConfigError: the guard is no number.
+        ConfigError: the guard is not a number.
     """
     path = _directory(request.model)
     found = machine.rank_memory()

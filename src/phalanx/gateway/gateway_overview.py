@@ -134,7 +134,7 @@ class GatewayOverview:
         return up if not self._clients.need_key else [one for one in up if one.admin_key is not None]
 
     async def _ask(self, replica: Replica, exchange: Exchange, id: str) -> dict[str, Any] | None:
-        """The replica's part of a life; None where it has none, or is no phalanx server."""
+        """The replica's part of a life; None if it has none, or is another program's server."""
         spec, is_admin = replica.spec, self._is_admin(exchange)
         headers = request_headers(
             exchange.request.headers.items(),

@@ -6,7 +6,7 @@
     event: change
     data: {"set": {"requests/chatcmpl-1": {...}}, "drop": ["requests/chatcmpl-0"]}
 
-Costs nothing without viewers; viewers with the same rights share the work. Does not know what the state contains.
+Costs nothing without viewers; viewers with the same rights share the work.
 """
 
 from __future__ import annotations

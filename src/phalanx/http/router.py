@@ -58,7 +58,8 @@ class Router:
             allowed |= dict.fromkeys(found)
         if not allowed:
             raise UnknownPath(f"Not Found: {method} {path}{self._meant(path)}")
-        raise WrongMethod(f"Method Not Allowed: {method} {path}", allowed=tuple(allowed))
+        takes = " or ".join(allowed)
+        raise WrongMethod(f"Method Not Allowed: {method} {path}. It takes {takes}.", allowed=tuple(allowed))
 
     def _meant(self, path: str) -> str:
         """A hint where the client's base URL lacks /v1, or has it once too often."""

@@ -1,7 +1,7 @@
 """Executes a plan's disk operations on one rank: one thread writes prefix entries to disk, another loads them.
 
 The threads copy bytes between files and the memory of snapshots, which is allocated before a load begins; they never
-call MLX. Does not know which prefixes are worth it (`sched/disk_prefixes.py`).
+call MLX. `sched/disk_prefixes.py` decides which prefixes are worth it.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def _check_stages(config: EngineConfig) -> None:
         raise ConfigError(f"{flag} is for stages, and there is one.", remedy="Add --pp N.")
     if config.pp_split is not None and len(config.pp_split) != stages:
         raise ConfigError(
-            f"--pp-split {','.join(map(str, config.pp_split))} has {len(config.pp_split)} numbers, --pp is {stages}.",
+            f"--pp-split {','.join(map(str, config.pp_split))} and --pp {stages} differ in the number of stages.",
             remedy="Give the number of layers of each stage.",
         )
 

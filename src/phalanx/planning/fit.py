@@ -1,6 +1,6 @@
 """Fits times per layer (slopes) and of everything else (intercepts) to measured steps and chunks.
 
-Pure. Does not know how they were measured (`engine/calibration.py`).
+Pure: `engine/calibration.py` measures them.
 """
 
 from __future__ import annotations

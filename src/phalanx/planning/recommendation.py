@@ -73,7 +73,7 @@ def _reason(chosen: GroupPlan, able: Sequence[GroupPlan], wish: Wish) -> str:
     assert other.speed is not None and chosen.speed is not None
     percent = 100 * (1 - _score(other, wish) / _score(chosen, wish))
     links = other.speed.parts_s["link latency"] + other.speed.parts_s["link bandwidth"]
-    cost = f", of which {1000 * links:.1f} ms a token go to its links" if links > 0 else ""
+    cost = f"; its links take {1000 * links:.1f} ms a token" if links > 0 else ""
     if percent < 0:
         return f"{own}; {other.candidate.name} gains only {-percent:.0f} % with more ranks{cost}."
     return f"{own}; {other.candidate.name} is {percent:.0f} % slower{cost}."

@@ -3,8 +3,7 @@
 Slots of dropped blocks are reused, so a file never exceeds its number of slots, and compaction is never needed. A block
 is written and synced before the index names it, and the index drops it before its slot is reused: a process killed at
 any byte leaves only whole or unnamed blocks. A checksum per block detects other damage. Where a file was deleted, the
-next write fails and gives its space back. One thread writes; another may read meanwhile. Does not know the content of
-blocks.
+next write fails and gives its space back. One thread writes; another may read meanwhile.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A buffer costs rows x capacity, so the budget counts allocated memory, not the s
 Ragged rows). Short rows share arena 0, whose capacity never exceeds `long_threshold`; each further arena has twice the
 limit of the one before. The threshold is chosen so that a full arena 0 takes at most half of the budget. A long prompt
 never resizes other rows to its own length: it takes an arena that has the room or no rows, or waits. With row groups,
-each has all these arenas. Does not know which row comes first (`scheduler.py`), nor rows that take memory by the page
-(`page_admission.py`).
+each has all these arenas. `scheduler.py` decides which row comes first; `page_admission.py` counts rows that take
+memory by the page.
 """
 
 from __future__ import annotations

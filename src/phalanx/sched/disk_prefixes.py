@@ -1,8 +1,8 @@
 """The leader's decisions about loading prefixes from the ranks' disks and writing them, and their outcomes.
 
 A sequence whose longest prefix is on disk waits until every rank has loaded it, unless computing it would be faster;
-both speeds are measured. A load reserves an entry of the prefix cache before it begins. Does not know files, nor how
-ranks report (`engine/disk.py`).
+both speeds are measured. A load reserves an entry of the prefix cache before it begins. `engine/disk.py` collects the
+ranks' reports.
 """
 
 from __future__ import annotations

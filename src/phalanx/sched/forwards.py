@@ -1,7 +1,6 @@
 """Groups rows into rectangles: the forwards of one step, once `scheduler.py` has decided what each row computes.
 
-A forward runs over neighbouring slots of one arena and feeds the same number of tokens to each. Does not know which
-rows should run.
+A forward runs over neighbouring slots of one arena and feeds the same number of tokens to each.
 """
 
 from __future__ import annotations

@@ -52,6 +52,7 @@ def test_a_server_is_named_by_process_port_or_model():
     chosen = stop._chosen
     assert chosen("10", [ONE, OTHER]) == chosen("8000", [ONE, OTHER]) == chosen(None, [ONE]) == ONE
     assert chosen("gateway", [ONE, OTHER, GATEWAY]) == chosen("8080", [ONE, OTHER, GATEWAY]) == GATEWAY
+    assert chosen("127.0.0.1:8000", [ONE, OTHER]) == ONE and chosen("[::1]:8001", [ONE, OTHER]) == OTHER
     assert chosen("8001", [ONE, OTHER]) == chosen("draft", [ONE, OTHER]) == OTHER
     assert chosen("smol", [ONE, NAMED]) == chosen("chat", [ONE, NAMED]) == chosen("/models/smol", [ONE, NAMED]) == NAMED
     for which, found, said in (

@@ -68,7 +68,7 @@ def test_a_shard_is_compared_with_what_the_gpu_may_use(checked: Any) -> None:
     _, short = checked(MAC, facts("macOS", shard_gb=110))
     assert short.level == "bad" and "iogpu.wired_limit_mb=117964`), or use more hosts" in short.remedy
     (gpu,) = checked(GPU, facts("Linux", shard_gb=22))
-    assert gpu.level == "bad" and "of which 2.4 GiB stay free" in gpu.seen and "nvidia-smi" in gpu.remedy
+    assert gpu.level == "bad" and "; 2.4 GiB of it must stay free" in gpu.seen and "nvidia-smi" in gpu.remedy
     shared = msgspec.structs.replace(ASKED, peers=(HostConfig(name="b", address="10.0.0.2"),))
     assert checked(GPU, facts("Linux", shard_gb=22), shared)[0].level == "ok"
 

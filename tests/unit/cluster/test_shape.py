@@ -38,7 +38,7 @@ def test_flags_of_a_group(words: tuple[str, ...], hosts: int, flags: list[str]) 
         (("--pp", "2,2"), 4, "--pp 2,2 is not a whole number", "number of stages"),
         (("--pp", "0"), 4, "--pp 0 is not a whole number, 1 or more", "number of stages"),
         (("--tp", "two"), 4, "--tp two is not whole numbers", "one number for each stage"),
-        (("--pp", "2", "--pp-split", "8"), 4, "--pp-split 8 has 1 numbers, --pp is 2", "layers of each stage"),
+        (("--pp", "2", "--pp-split", "8"), 4, "--pp-split 8 and --pp 2 differ in the number", "layers of each stage"),
         (("--pp", "2", "--pp-split", "8,x"), 4, "--pp-split 8,x is not whole numbers", "one number for each stage"),
     ],
 )

@@ -374,7 +374,7 @@ def test_errors_have_ollamas_shape(tokenizer):
                 await refusal("POST", url, 400, "model", json={})
                 plain = {**key, "content-type": "text/plain"}
                 await refusal("POST", url, 415, "application/json", content=b"{}", headers=plain)
-                await refusal("GET", url, 405, "Method Not Allowed")
+                await refusal("GET", url, 405, f"Method Not Allowed: GET {url}. It takes POST.")
             for url in REFUSED:
                 await refusal("POST", url, 400, "This server", json={"model": "tiny", "input": "x"})
             await refusal("GET", "/api/tags", 401, "API key", headers={})

@@ -38,7 +38,7 @@ def count(field: str, value: int | None, *, least: int) -> int | None:
 
 
 def token_limit(field: str, value: int | None, *, least: int = 1) -> int | None:
-    """Check a limit of output tokens; -1, from clients of llama.cpp and LM Studio, is no limit."""
+    """Check a limit of output tokens; -1, which clients of llama.cpp and LM Studio send, means no limit."""
     return None if value == -1 else count(field, value, least=least)
 
 

@@ -1,7 +1,7 @@
 """A log of the last requests: their waits, computation, reuse of prefixes, and interruptions.
 
 Listens to the engine's events like the journal, but decides nothing; `GET /v1/requests/{id}` and the web page read it.
-Does not know HTTP or text. `request_story.py` puts a life into words.
+`request_story.py` puts a life into words.
 """
 
 from __future__ import annotations
