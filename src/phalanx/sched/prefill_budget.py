@@ -1,6 +1,7 @@
 """The prefill budget (chunked prefill): prompt tokens per step, adapted to the measured speed of earlier steps.
 
-After a chunk that delayed decoding rows, these first get decoding time in proportion. Also the bounds on a CPU and on a
+After a chunk that delayed decoding rows, these first get decoding time in proportion to the delay, which includes that
+their own step is slower behind a chunk. Also the bounds on a CPU and on a
 GPU, and how rows share the budget. Times are arguments. Does not know which rows prefill (`scheduler.py`).
 """
 
@@ -92,7 +93,9 @@ class PrefillBudget:
         if decode_s > 0:
             planned = self._beside()
             self._decode_s.append(decode_s)
-            self._owed_s = max(0.0, self._owed_s + self._decode_per_prefill * prefill_s - min(self._decode_s))
+            own_s = min(self._decode_s)
+            delay_s = prefill_s + (min(decode_s - own_s, prefill_s) if tokens else 0.0)
+            self._owed_s = max(0.0, self._owed_s + self._decode_per_prefill * delay_s - own_s)
         else:
             self._owed_s = 0.0  # those rows have ended
         if prefill_s <= 0 or tokens < min(MIN_CHUNK, self._limit):

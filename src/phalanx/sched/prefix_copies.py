@@ -1,4 +1,4 @@
-"""Which computed prefix a new row continues from, and how much of it each step copies (design: KV memory).
+"""Which computed prefix a new row continues from, and how much of it each step copies (design: Ragged rows).
 
 The longest prefix is a kept entry's or a live row's. A copy touches new memory, so beside decoding rows it takes
 several steps, none of which delays their tokens by more than a step of theirs. A prefix that is dropped meanwhile is

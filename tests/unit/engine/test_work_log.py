@@ -5,6 +5,7 @@ from __future__ import annotations
 from phalanx.engine.work_log import WorkLog
 from phalanx.sched.admission import KvLimits
 from phalanx.sched.commit import commit_tokens
+from phalanx.sched.plan import Step
 from phalanx.sched.prefill_budget import PrefillBounds
 from phalanx.sched.scheduler import Scheduler, SchedulerConfig
 from phalanx.types import Finished, Sampling, SequenceRequest, SequenceWork, StopRule
@@ -25,6 +26,13 @@ class World:
         self.scheduler = Scheduler(CONFIG)
         self.log = WorkLog(self.scheduler)
 
+    def plan(self) -> Step:
+        """The next plan, which the log counts."""
+        step = self.scheduler.schedule(0.0)
+        assert step is not None
+        self.log.note(step)
+        return step
+
     def run(self, id: str, prompt: list[int], n: int = 3, owner: str = "") -> Finished:
         """Compute one sequence alone. Returns its end."""
         stop = StopRule(max_tokens=n)
@@ -32,9 +40,7 @@ class World:
             SequenceRequest(id=id, group=id, prompt=prompt, sampling=Sampling(), stop=stop, owner=owner), 0.0
         )
         while True:
-            step = self.scheduler.schedule(0.0)
-            assert step is not None
-            self.log.note(step)
+            step = self.plan()
             rows = [self.scheduler.by_number[n] for f in step.forwards if f.sample for n in f.seqs]
             self.scheduler.apply([commit_tokens(row, row.kv_len, 1, [7]) for row in rows], 0.0)
             for event in map(self.log.with_work, self.scheduler.take_events()):
@@ -61,19 +67,17 @@ def test_the_end_says_where_the_prompt_left_the_kept_prefix() -> None:
 
 
 def test_sequences_that_are_admitted_together_each_say_what_they_reuse() -> None:
+    """Of a live row, which is no entry."""
     world = World()
-    world.run("a", list(range(100)))
-    for id, shared in (("b", 60), ("c", 40)):
-        world.scheduler.submit(
-            SequenceRequest(
-                id=id, group=id, prompt=[*range(shared), 300], sampling=Sampling(), stop=StopRule(max_tokens=1)
-            ),
-            0.0,
-        )
-    step = world.scheduler.schedule(0.0)
-    assert step is not None
-    world.log.note(step)
-    assert [(row.work.nearest_tokens, row.work.left_at) for row in world.log.progress()] == [(102, 60), (102, 40)]
+    prompts = {"a": [*range(100)], "b": [*range(60), 300], "c": [*range(40), 300]}
+    for id, prompt in prompts.items():
+        stop = StopRule(max_tokens=50)
+        world.scheduler.submit(SequenceRequest(id=id, group=id, prompt=prompt, sampling=Sampling(), stop=stop), 0.0)
+        while id == "a" and world.scheduler.by_id["a"].kv_len < 96:
+            world.plan()
+    world.plan()
+    work = {row.id: (row.work.nearest_tokens, row.work.left_at) for row in world.log.progress()}
+    assert (work["b"], work["c"]) == ((60, 60), (40, 40))
 
 
 def test_a_miss_says_how_little_was_in_common() -> None:

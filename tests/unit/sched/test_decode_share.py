@@ -232,3 +232,15 @@ def test_a_step_copies_what_takes_as_long_as_the_rows_own_step():
     on_gpu = PrefillBudget(ON_GPU, TARGET_S, 0.5)
     on_gpu.observe(0, 0.0, 0.1)
     assert on_gpu.copied_bytes == math.inf
+
+
+def test_a_step_that_is_slower_behind_a_chunk_is_owed_too_but_no_more_than_the_chunk():
+    for slow_s, steps in ((0.1, 3), (0.2, 4), (0.3, 5), (9.0, 5)):
+        budget = PrefillBudget(ON_CPU, TARGET_S, 0.5)
+        budget.observe(0, 0.0, 0.1)
+        budget.observe(16, 0.24, slow_s)
+        paid = 1
+        while budget.tokens(4) == 0:
+            budget.observe(0, 0.0, 0.1)
+            paid += 1
+        assert paid == steps, slow_s
