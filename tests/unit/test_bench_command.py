@@ -25,7 +25,7 @@ Reply = Callable[[str, Any], tuple[int, str]]
 
 
 def answers(*replies: tuple[int, str]) -> Reply:
-    """A server's answers to requests, in their order, the last one to all further ones; seen bodies in `bodies`."""
+    """A server's answers to requests, in their order, the last one to all further ones."""
     count = iter(range(1 << 20))
     lock = threading.Lock()
 
@@ -125,9 +125,7 @@ def test_no_server_is_an_error_that_says_so(capsys: pytest.CaptureFixture[str]) 
     assert f"No answer from {url}" in capsys.readouterr().err
 
 
-def test_ctrl_c_keeps_what_was_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The server hangs within the third answer that counts."""
     let_go = threading.Event()
     count = iter(range(100))
@@ -206,12 +204,12 @@ def test_two_servers_are_measured_in_turns(tmp_path: Path, capsys: pytest.Captur
         return answer
 
     file = tmp_path / "both.json"
-    words = ["--rounds", "2", "--num-prompts", "1", "--num-warmups", "0", "--save-result", "--result-dir"]
+    words = ["--rounds", "2", "--num-prompts", "1", "--save-result", "--result-dir"]
     with web_server(of("one")) as a, web_server(of("two")) as b:
         code = main(["bench", "compare", f"one={a}", b, *words, str(tmp_path), "--result-filename", file.name])
     assert code == ExitCode.OK
-    assert order == ["one", "two", "two", "one"]
-    assert prompts["one"] == prompts["two"] and prompts["one"][0] != prompts["one"][1]
+    assert order == ["one", "one", "two", "two", "two", "one"]  # of the first two of each one is the warm-up
+    assert prompts["one"] == prompts["two"] and len({tuple(prompt) for prompt in prompts["one"]}) == 3
     found = json.loads(file.read_text())
     assert {name: len(side["rounds"]) for name, side in found["servers"].items()} == {"one": 2, "B": 2}
     ratio = found["ratios"]["output_throughput"]
@@ -220,6 +218,31 @@ def test_two_servers_are_measured_in_turns(tmp_path: Path, capsys: pytest.Captur
     assert main(["bench", "report", str(file), "-o", str(tmp_path / "a-page.md")]) == ExitCode.OK
     page = (tmp_path / "a-page.md").read_text()
     assert page.startswith("# A page\n") and "output throughput" in page
+
+
+def test_ctrl_c_in_a_later_round_keeps_the_rounds_before(tmp_path: Path) -> None:
+    count = iter(range(100))
+    let_go = threading.Event()
+
+    def answer(path: str, body: Any) -> tuple[int, str]:
+        if path != "/v1/models" and next(count) == 3:  # in the second round
+            os.kill(os.getpid(), signal.SIGINT)
+            let_go.wait(120)
+        return (200, MODELS) if path == "/v1/models" else (200, GOOD)
+
+    words = ["--num-prompts", "1", "--num-warmups", "0", "--save-result", "--result-dir", str(tmp_path)]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with web_server(answer) as url:
+            try:
+                assert main(["bench", "compare", url, url, *words]) == INTERRUPTED
+            finally:
+                let_go.set()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    found = result(tmp_path)
+    assert [len(side["rounds"]) for side in found["servers"].values()] == [1, 1]
+    assert found["ratios"] and not found["is_whole"]
 
 
 @pytest.mark.parametrize(
@@ -231,6 +254,7 @@ def test_two_servers_are_measured_in_turns(tmp_path: Path, capsys: pytest.Captur
         (["compare", "localhost:8000", "http://b"], "'localhost:8000' is not an address"),
         (["compare", "http://a", "http://b", "--port", "9"], "takes its two addresses as arguments"),
         (["compare", "http://a", "http://b", "--label", "x"], "--label belongs to `bench serve`"),
+        (["compare", "http://a", "http://b", "--metric-percentiles", "5"], "--metric-percentiles belongs to"),
         (["serve", "http://a"], "takes no 'http://a'"),
         (["serve", "--base-url", "http://a", "--port", "9"], "are both given"),
         (["serve", "--port", "9", "--percentile-metrics", "ttft,tps"], "'tps' is none of ttft, tpot"),

@@ -180,8 +180,11 @@ def _markdown_cell(text: str) -> str:
 
 # Plots -----------------------------------------------------------------------------------------------------------
 
-PLOTS = {"TTFT, median, ms": "median_ttft_ms", "Tokens per second": "output_throughput"}
-"""Title -> figure, by the number of requests at once."""
+PLOTS = {
+    "TTFT, median, ms, by requests at once": "median_ttft_ms",
+    "Tokens per second, by requests at once": "output_throughput",
+}
+"""Title -> figure."""
 
 Lines = Mapping[str, list[tuple[float, float]]]
 

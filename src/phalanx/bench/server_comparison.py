@@ -37,7 +37,7 @@ async def compare(
 ) -> None:
     """Measure the servers in the order A B, B A, A B, ...: slow drifts of the machine affect both.
 
-    A round's prompts are those of no other round, so that no prefix is cached.
+    A round's prompts are those of no other round, so that no prefix is cached. Only the first round has warm-ups.
 
     Args:
         found: name of a server -> gets its figures after each round in which both were measured.
@@ -46,7 +46,7 @@ async def compare(
         RequestFailed: a warm-up failed.
     """
     for turn in range(rounds):
-        of_turn = replace(config, seed=config.seed + turn)
+        of_turn = replace(config, seed=config.seed + turn, num_warmups=0 if turn else config.num_warmups)
         measured = {}
         for side in sides if turn % 2 == 0 else sides[::-1]:
             one = Measurement(of_turn, side.model, on_end)

@@ -73,6 +73,10 @@ class ResultConfig(Struct, frozen=True, kw_only=True):
     """Name of that file."""
 
 
+OWNERS = {"label": "serve", "percentile_metrics": "serve", "metric_percentiles": "serve", "rounds": "compare"}
+"""Setting of a result -> the only action that it belongs to."""
+
+
 class BenchResult(NamedTuple):
     """Figures for files, and whether nothing interrupted them."""
 
@@ -107,12 +111,9 @@ def command(
         return _report(words or [], output)
     if output is not None:
         raise ConfigError("-o belongs to `bench report`.", remedy="To keep figures: --save-result --result-filename.")
-    for flag, value, default, owner in (
-        ("--label", result.label, None, "serve"),
-        ("--rounds", result.rounds, ResultConfig().rounds, "compare"),
-    ):
-        if value != default and owner != action:
-            raise ConfigError(f"{flag} belongs to `bench {owner}`.", remedy="Leave it out.")
+    for name, owner in OWNERS.items():
+        if owner != action and getattr(result, name) != getattr(ResultConfig(), name):
+            raise ConfigError(f"--{name.replace('_', '-')} belongs to `bench {owner}`.", remedy="Leave it out.")
     checked(load)
     folder = Path(result.result_dir)
     if result.save_result:

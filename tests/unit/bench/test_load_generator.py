@@ -6,13 +6,16 @@ import asyncio
 import math
 import statistics
 import threading
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.web import chunk, events, usage, web_server
 
+from phalanx.bench import load_generator
 from phalanx.bench.http_client import TimedExchange, open_client
 from phalanx.bench.load_generator import OfferedLoad, closed_loop, distribution, percentile, ttft
 
@@ -111,3 +114,24 @@ def test_failures_are_counted_and_the_rest_goes_on() -> None:
     assert len(load.exchanges) == 3
     assert len(load.failures) == 1
     assert "full" in load.failures[0]
+
+
+def test_a_request_waits_until_it_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    sent: list[Any] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    async def answered(client: Any, body: Any, **_: Any) -> TimedExchange:
+        sent.append(body["n"])
+        return exchange(0.0, 1.0)
+
+    monkeypatch.setattr(load_generator, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(load_generator, "stream_chat", answered)
+    outcomes: dict[int, Any] = {}
+    client = httpx.AsyncClient()
+    asyncio.run(load_generator.offer(client, [{"n": 0}, {"n": 1}], [0.0, 2.5], None, outcomes.__setitem__))
+    assert waits == [0.0, 2.5] and sent == [0, 1]
+    assert sorted(outcomes) == [0, 1]

@@ -42,7 +42,9 @@ def test_prefixes_are_shared_evenly() -> None:
         prefix_repetition_prefix_len=6, prefix_repetition_suffix_len=2, prefix_repetition_output_len=5,
     )  # fmt: skip
     found = prompts(config)
-    assert list(Counter(tuple(one[:6]) for one in found).values()) == [3, 3, 3]
+    prefixes = [tuple(one[:6]) for one in found]
+    assert list(Counter(prefixes).values()) == [3, 3, 3]
+    assert prefixes != prefixes[:3] * 3, "not by turns"
     assert len({tuple(one) for one in found}) == 9 and {len(one) for one in found} == {8}
     body = requests(config, "m")[0]
     assert body["max_tokens"] == 5 and "ignore_eos" not in body
