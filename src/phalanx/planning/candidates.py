@@ -169,13 +169,14 @@ def _fit_group(
     if max_len is not None and shape.max_len is not None and max_len > shape.max_len:
         return Fit(candidate=group, problem=f"the model's own context is {shape.max_len:,} tokens")
     parts = shape.share(group.width)
-    hosts = {name: _started(hosts[name], group, shape) for name in group.hosts}
+    hosts = {name: _started(hosts[name], group) for name in group.hosts}
     topology = Topology((group.width,) * group.stages)
     try:
         split = _split(shape, topology, [hosts[name] for name in group.hosts], group)
         predictions = [_prediction(parts, topology, split, group, rank, hosts) for rank in range(group.size)]
         memory.check_group(shape.name, predictions)
-        budgets = [_budget(prediction, predictions, parts, split, topology, kv_gb) for prediction in predictions]
+        serving = [_with_tokenizer(one, group, shape) for one in predictions]
+        budgets = [_budget(prediction, serving, parts, split, topology, kv_gb) for prediction in serving]
     except (MemoryShortage, ConfigError) as error:
         return Fit(candidate=group, problem=error.message.partition("\n")[0])
     whole_token, whole_row = sum(parts.kv_token_bytes), sum(parts.kv_row_bytes)
@@ -212,12 +213,20 @@ def server_bytes(shape: ModelShape) -> int:
     return SERVER + TOKENIZER * shape.tokenizer_bytes
 
 
-def _started(host: PlanHost, group: Candidate, shape: ModelShape) -> PlanHost:
+def _with_tokenizer(one: Prediction, group: Candidate, shape: ModelShape) -> Prediction:
+    """The prediction once the server has its tokenizer, which it reads while ranks load."""
+    if one.machine.kind == "cuda" or one.host != group.hosts[0]:
+        return one
+    left = max(0, one.machine.available - TOKENIZER * shape.tokenizer_bytes)
+    return replace(one, machine=replace(one.machine, available=left))
+
+
+def _started(host: PlanHost, group: Candidate) -> PlanHost:
     """The host once the group's processes run, before they load: then the start looks at what is free.
 
     A GPU's own memory holds none of them.
     """
-    taken = PROCESS * group.hosts.count(host.name) + server_bytes(shape) * (host.name == group.hosts[0])
+    taken = PROCESS * group.hosts.count(host.name) + SERVER * (host.name == group.hosts[0])
     if host.memory.kind == "cuda":
         return host
     return replace(host, memory=replace(host.memory, available=max(0, host.memory.available - taken)))

@@ -33,3 +33,17 @@ def test_hosts_measure_themselves_once_and_a_slow_link_counts(hosts: Rig):
     assert slow["1x2x1"]["speed"]["tokens_per_s"]["1"] < first["1x2x1"]["speed"]["tokens_per_s"]["1"]
     best = slow["best"]["fit"]["candidate"]
     assert (best["stages"], best["width"], best["replicas"]) == (1, 1, 1)
+
+
+def test_up_starts_what_is_recommended_and_status_has_the_prediction(hosts: Rig):
+    with hosts["b"].delayed(20.0):
+        words = ("up", "2.json", "--", "demo", "--host", "0.0.0.0", "--kv-cache-gb", "0.2", *GUARD)
+        done = phalanx(hosts["desk"], *words)
+        assert "(1 host)" in done.stdout
+        first, *_ = done.stderr.splitlines()
+        assert first.startswith("plan: one rank (--tp 1). ") and "`-- MODEL --tp 2` starts all 2 hosts." in first
+        shown = json.loads(phalanx(hosts["desk"], "status", "--hosts", "a", "--json").stdout)
+        predicted = shown["a"]["health"]["predicted"]
+        assert predicted["tokens_per_second"] > 0 and predicted["ttft_seconds"] > 0
+        assert "predicted " in phalanx(hosts["desk"], "status", "--hosts", "a").stdout
+        phalanx(hosts["desk"], "down", "--hosts", "a")
