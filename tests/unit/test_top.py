@@ -153,6 +153,7 @@ def test_into_a_pipe_it_prints_the_snapshot_once(capsys: pytest.CaptureFixture[s
     [
         (401, "{}", "refuses the key"),
         (404, "{}", "answers 404"),
+        (429, "{}", "answers 429: too many viewers"),
         (200, "event: snapshot\ndata: [1]\n\n", "does not answer as phalanx does"),
         (200, "event: snapshot\ndata: {\n\n", "does not answer as phalanx does"),
     ],
