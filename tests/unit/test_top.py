@@ -110,6 +110,12 @@ def test_a_bad_link_is_shown_first_with_its_remedy(width: int) -> None:
     assert "rank 5 on b" in text and "rank 6 on b" not in text, "requests have room as well"
 
 
+def test_figures_that_no_link_has_take_no_column() -> None:
+    links = [{"name": "ranks 0, 1", "carries": "plans", "faults": 0}]
+    (head,) = [line for line in shown({"links": links}, 60) if "LINK" in line]
+    assert head.split() == ["LINK", "CARRIES", "FAULTS", "WHY"]
+
+
 @pytest.mark.parametrize("given", [{}, {"measured": {}}, {"predicted": None}])
 def test_what_is_not_known_is_not_shown(given: dict[str, Any]) -> None:
     server = {name: value for name, value in SERVER["server"].items() if name not in ("measured", "predicted")}
@@ -147,6 +153,7 @@ def test_into_a_pipe_it_prints_the_snapshot_once(capsys: pytest.CaptureFixture[s
     [
         (401, "{}", "refuses the key"),
         (404, "{}", "answers 404"),
+        (429, "{}", "answers 429: too many viewers"),
         (200, "event: snapshot\ndata: [1]\n\n", "does not answer as phalanx does"),
         (200, "event: snapshot\ndata: {\n\n", "does not answer as phalanx does"),
     ],

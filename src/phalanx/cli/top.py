@@ -27,6 +27,7 @@ from phalanx.errors import ConfigError, ExitCode
 SILENCE_S = 25.0  # the server says at least every ten seconds that the stream goes on
 EVENT_BYTES = 8 << 20  # of one event; a thousand requests have some 400 KB
 WRONG_KEY = (401, 403)
+BUSY = (429, 503)
 RETRY_S = 1.0  # until a server that went away is asked again
 
 
@@ -113,6 +114,11 @@ async def _overviews(base: str, key: str | None, certificate: Path | None) -> As
                 if answer.status_code in WRONG_KEY:
                     raise ConfigError(
                         f"{base} refuses the key.", remedy="Give one of its API keys, or its admin key, as --api-key."
+                    )
+                if answer.status_code in BUSY:
+                    raise ServerGone(
+                        f"{base} answers {answer.status_code}: too many viewers, or it is shutting down.",
+                        remedy="Try again.",
                     )
                 if answer.status_code != 200:
                     raise ConfigError(

@@ -19,6 +19,16 @@ COLOURS = {
 ID_CHARS = 16
 MAX_LINKS = 6  # shown, if no more are bad
 Parts = Mapping[str, Any]
+LINK_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("faults", "FAULTS", lambda link: str(link["faults"])),
+    ("latency_us", "TIME", lambda link: f"{link['latency_us'] / 1000:.2f} ms"),
+    ("gb_per_s", "BANDWIDTH", lambda link: f"{link['gb_per_s']:.2f} GB/s"),
+    ("messages", "MESSAGES", lambda link: f"{link['messages']:,}"),
+    ("bytes", "RECEIVED", lambda link: _size(link["bytes"])),
+    ("waited_seconds", "WAITED", lambda link: f"{link['waited_seconds']:.1f} s"),
+    ("resent", "RESENT", lambda link: f"{link['resent']:,}/{link.get('segments', 0):,}"),
+)
+"""Figure of a link, its column's heading, how it is shown."""
 
 
 class TopView:
@@ -114,33 +124,20 @@ def _host(name: str, host: Mapping[str, Any]) -> list[Text]:
 
 
 def _links(parts: Parts) -> FittingTable | None:
-    """Bad links with their remedies, and others as far as they leave room for the rest."""
+    """Bad links with their remedies, and others as far as they leave room for the rest; only figures that are known."""
     if not (found := parts.get("links")):
         return None
-    table = FittingTable(
-        "LINK", "CARRIES", "TIME", "BANDWIDTH", "MESSAGES", "RECEIVED", "WAITED", "RESENT", "FAULTS", "WHY",
-        keys=("LINK", "CARRIES"), texts=("WHY",),
-    )  # fmt: skip
     bad = [link for link in found if link.get("problem")]
-    for link in [*bad, *[link for link in found if not link.get("problem")][: max(0, MAX_LINKS - len(bad))]]:
+    shown = [*bad, *[link for link in found if not link.get("problem")][: max(0, MAX_LINKS - len(bad))]]
+    columns = [column for column in LINK_COLUMNS if any(link.get(column[0]) is not None for link in shown)]
+    heads = ("LINK", "CARRIES", *(head for _, head, _ in columns), "WHY")
+    table = FittingTable(*heads, keys=("LINK", "CARRIES"), texts=("WHY",))
+    for link in shown:
+        figures = ("-" if link.get(key) is None else said(link) for key, _, said in columns)
         why = Text(" ".join(_said(link[key]) for key in ("problem", "remedy") if link.get(key)), "red")
-        table.add_row(*(Text(_said(link.get(key))) for key in ("name", "carries")), *_figures(link), why)
+        names = (_said(link.get(key)) for key in ("name", "carries"))
+        table.add_row(*map(Text, (*names, *figures)), why)
     return table
-
-
-def _figures(link: Mapping[str, Any]) -> Iterator[Text]:
-    """What is known of a link; a dash for what is not."""
-    shown: dict[str, Callable[[Any], str]] = {
-        "latency_us": lambda us: f"{us / 1000:.2f} ms",
-        "gb_per_s": lambda speed: f"{speed:.2f} GB/s",
-        "messages": lambda n: f"{n:,}",
-        "bytes": _size,
-        "waited_seconds": lambda seconds: f"{seconds:.1f} s",
-        "resent": lambda n: f"{n:,}/{link.get('segments', 0):,}",
-        "faults": str,
-    }
-    for key, said in shown.items():
-        yield Text("-" if link.get(key) is None else said(link[key]))
 
 
 def _replicas(parts: Parts) -> FittingTable | None:
