@@ -117,3 +117,33 @@ def test_who_asks_a_server_itself_finds_nothing_and_forges_nothing(gateways, ser
                 assert direct.post(ask[0], json=ask[1], headers={OWNER: forged}).status_code == 403
             assert in_chat(direct.post(ask[0], json=ask[1]).raise_for_status().json()["usage"]) == 0
     assert min(ask_each(mine, n, ask)) > 16
+
+
+def test_after_a_restart_of_server_and_gateway_a_key_finds_on_disk_its_own_alone(tiny_model: Path, tmp_path: Path):
+    engine = EngineConfig(
+        model=str(tiny_model), kv_cache_gb=0.1, prefix_cache_gb=0.05, prefix_cache_dir=str(tmp_path / "cache")
+    )
+    config = replace(CONFIG, engine=engine, admin_key="adm", api_key=("inner",))
+    body = {**LENGTH, **chat_of(new_prompt("disk", 1))}
+
+    def life(*asking: str) -> list[int]:
+        """Tokens that each key's prompt finds on disk, once what is computed lies there."""
+        with ExitStack() as stack:
+            server = stack.enter_context(running_server(Tokenizer.load(tiny_model), EngineProcess(engine), config))
+            keys = [word for key in KEYS for word in ("--api-key", key)]
+            flags = ("--worker-urls", server.origin, "--worker-key", "inner", "--worker-admin-key", "adm")
+            _, url = stack.enter_context(gateway(*flags, *keys))
+            client = stack.enter_context(httpx.Client(base_url=url, timeout=120))
+            found = []
+            for key in asking:
+                authorised = {"Authorization": f"Bearer {key}"}
+                wait_until(lambda: client.get("/health").status_code == 200)
+                answer = client.post(CHAT, json=body, headers=authorised).raise_for_status()
+                details = answer.json()["usage"]["prompt_tokens_details"]
+                found.append(details.get("cached_tokens_details", {}).get("disk", details["cached_tokens"]))
+            wait_until(lambda: server.wait_for(server.engine.ping()).disk_blocks == len(asking))
+        return found
+
+    mine, yours = KEYS
+    assert life(mine) == [0]
+    assert life(yours, mine) == [0, 256]
