@@ -32,7 +32,10 @@ from phalanx.sched.plan import DiskBlock
 LOCK_PATIENCE_S = 5.0  # for the end of a killed rank
 SLACK = 1 << 20  # bytes: a smaller log is not worth rewriting
 Bytes = npt.NDArray[np.uint8]
-sync = os.fdatasync if sys.platform == "linux" else os.fsync
+if sys.platform == "linux":
+    sync = os.fdatasync
+else:
+    sync = os.fsync
 
 
 class PrefixStore:
