@@ -165,8 +165,7 @@ def served(model: str, plan: GroupPlan, hostfile: Path | None) -> Iterator[str]:
             yield url
         return
     count = str(len(plan.candidate.hosts))
-    of_stages = shape if plan.candidate.stages > 1 else ()
-    words = ("--", model, *of_stages, *SERVE, "--host", "0.0.0.0", "--served-model-name", "default_model")
+    words = ("--", model, *shape, *SERVE, "--host", "0.0.0.0", "--served-model-name", "default_model")
     up = [sys.executable, "-m", "phalanx", "up", str(hostfile), "-n", count, *words]
     said = subprocess.run(up, check=True, capture_output=True, text=True).stdout
     try:
