@@ -118,4 +118,5 @@ def test_a_bench_runs_real_steps_on_some_layers(degree: int):
 @pytest.mark.parametrize(("ranks_here", "degree", "tokens"), [(1, 1, 512), (2, 2, 512), (2, 1, 128)])
 def test_a_prompt_is_timed_in_the_chunks_of_the_start(ranks_here: int, degree: int, tokens: int):
     chunks = Bench(CalibrationRequest(path=str(MODEL_DIR), degree=degree, ranks_here=ranks_here), 2).prompt(READ)
-    assert {chunk.tokens for chunk in chunks} == {tokens}
+    assert chunks[0].tokens == tokens  # later ones are shorter where these take long
+    assert max(chunk.tokens for chunk in chunks) == tokens
