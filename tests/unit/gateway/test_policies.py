@@ -164,3 +164,7 @@ def test_two_keys_name_no_session_in_common():
     assert grants(policy, among, [mine]) == ["a"]
     among[0].in_flight = 1
     assert policy.choose(mine, among).name == "a" and policy.choose(yours, among).name == "b"
+
+
+def test_a_conversation_without_a_name_has_the_same_key_in_every_gateway():
+    assert affinity_of("me", {}, None, "m", (b"x" * BLOCK_BYTES,)).key == "9915999634676646150"

@@ -6,6 +6,7 @@ is cut into blocks of the client's bytes, and each block is identified by a hash
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
 from phalanx.gateway.dispatch.dispatch_request import Affinity
@@ -33,10 +34,14 @@ def affinity_of(
 
 
 def _blocks(owner: str, model: str, text: bytes) -> list[int]:
-    """The hashes of whole blocks. Python's hash of bytes is SipHash with a random key per process."""
+    """The hashes of whole blocks: the same in every gateway, so that all of them choose alike."""
     found = []
-    name = hash((owner, model))
+    name = _digest(f"{owner}\0{model}".encode())
     for at in range(0, min(len(text), BLOCK_BYTES * MAX_BLOCKS) - BLOCK_BYTES + 1, BLOCK_BYTES):
-        name = hash((name, text[at : at + BLOCK_BYTES]))
-        found.append(name)
+        name = _digest(name + text[at : at + BLOCK_BYTES])
+        found.append(int.from_bytes(name, "big"))
     return found
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=8).digest()
