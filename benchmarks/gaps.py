@@ -118,7 +118,7 @@ SCENES = {
     "beside-16": Scene(16, 6000, read_prompt, again=True),
     "restored": Scene(4, 6000, converse, flags=()),
     "ending": Scene(4, 60, come_and_go, flags=()),
-    "preempted": Scene(4, 100, crowd, flags=("--kv-cache-gb", "0.12", "--max-model-len", "2048")),
+    "preempted": Scene(4, 400, crowd, flags=("--kv-cache-gb", "0.25", "--max-model-len", "4096")),
     "idle": Scene(4, 100, idles=True),
 }
 
