@@ -21,7 +21,7 @@ from phalanx.errors import ConfigError, ExitCode
 SERVER: dict[str, Any] = {
     "server": {
         "kind": "server", "models": ["demo"], "phase": "ready", "running": 2, "waiting": 1, "limit": 16, "ranks": 2,
-        "prefix_hit_rate": 0.43, "measured": {"tokens_per_second": 24.55, "ttft_seconds": 0.5, "requests": 7},
+        "prefix_hit_rate": 0.43, "measured": {"tokens_per_second": 24.55, "ttft_seconds": 0.5},
         "predicted": {"tokens_per_second": 30.0, "ttft_seconds": 0.4},
     },
     "links": [

@@ -98,7 +98,7 @@ def _server(server: Mapping[str, Any]) -> list[Text]:
 
 
 def _speed(server: Mapping[str, Any]) -> Iterator[Text]:
-    """Tokens a second and the time to the first one: of the last requests, and as a plan predicted it."""
+    """Tokens a second and the time to the first one: of requests that ran alone, and as a plan predicted it."""
     of = {name: server.get(name) or {} for name in ("measured", "predicted")}
     for key, label, digits in (("tokens_per_second", "tok/s", 1), ("ttft_seconds", "s to the first token", 2)):
         known = [f"{found[key]:,.{digits}f} {label} {name}" for name, found in of.items() if found.get(key) is not None]

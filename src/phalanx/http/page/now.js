@@ -26,9 +26,9 @@ function fact(label, value, more) {
   return value === undefined || value === null || value === "" ? null : h("div", { class: "fact" }, h("dt", { text: label }), h("dd", {}, String(value), more));
 }
 
-// What the last requests took, and what a plan predicted; nothing of what is not known.
+// What requests that ran alone took, and what a plan predicted; nothing of what is not known.
 function beside(label, of, shown, { measured, predicted }) {
-  const known = [[of(measured), (value) => `${value} (median of ${number(measured.requests)})`], [of(predicted), (value) => `predicted ${value}`]];
+  const known = [[of(measured), (value) => `${value} measured`], [of(predicted), (value) => `${value} predicted`]];
   return fact(label, known.filter(([value]) => Number.isFinite(value)).map(([value, told]) => told(shown(value))).join(", "));
 }
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from statistics import median
 from typing import Any
 
 from phalanx import __version__
@@ -76,10 +75,8 @@ class ServerOverview:
         if info is not None and info.self_test is not None:
             parts["self_test"] = list(_self_test(info.self_test))
         progress, now = self._lives.progress(), self._clock()
-        rows = [row_json(life, progress, now) for life in self._request_log.latest(MAX_ROWS, owner)]
-        parts |= {f"requests/{row['id']}": row for row in rows}
-        if measured := _measured(rows):
-            parts["server"]["measured"] = measured
+        for life in self._request_log.latest(MAX_ROWS, owner):
+            parts[f"requests/{life.id}"] = row_json(life, progress, now)
         return parts | self._event_log.shown(without_paths)
 
     def _server(self, info: ModelInfo | None, stats: EngineStats | None) -> dict[str, Any]:
@@ -168,20 +165,6 @@ def _rank(rank: RankStats) -> dict[str, Any]:
         "checked_sums": rank.reductions,
         "active": rank.active_bytes,
         "resident": rank.rss_bytes,
-    }
-
-
-def _measured(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Medians over the finished requests that a viewer sees, to be compared with what a plan predicts."""
-    done = [
-        row for row in rows if row["state"] == "finished" and {"tokens_per_second", "first_token_seconds"} <= row.keys()
-    ]
-    if not done:
-        return {}
-    return {
-        "tokens_per_second": round(median(row["tokens_per_second"] for row in done), 1),
-        "ttft_seconds": round(median(row["first_token_seconds"] for row in done), 3),
-        "requests": len(done),
     }
 
 

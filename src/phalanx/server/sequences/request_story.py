@@ -72,8 +72,6 @@ def row_json(life: RequestLife, progress: Progress, now: float) -> dict[str, Any
     }
     if (rate := sum(_rate(choice) for choice in life.choices)) > 0:
         row["tokens_per_second"] = round(rate, 1)
-    if (first := life.choices[0].first_token) is not None:
-        row["first_token_seconds"] = round(first - life.arrived, 3)
     if row["state"] == "prefill":
         rows = [progress[choice.id] for choice in life.choices if choice.id in progress]
         row["prefilled"] = round(sum(one.computed for one in rows) / max(1, sum(one.known for one in rows)), 2)
