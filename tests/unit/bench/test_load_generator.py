@@ -131,7 +131,7 @@ def test_a_request_waits_until_it_is_due(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(asyncio, "sleep", sleep)
     monkeypatch.setattr(load_generator, "stream_chat", answered)
     outcomes: dict[int, Any] = {}
-    client = httpx.AsyncClient()
+    client = httpx.AsyncClient(timeout=60)
     asyncio.run(load_generator.offer(client, [{"n": 0}, {"n": 1}], [0.0, 2.5], None, outcomes.__setitem__))
     assert waits == [0.0, 2.5] and sent == [0, 1]
     assert sorted(outcomes) == [0, 1]

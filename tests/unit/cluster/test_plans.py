@@ -80,7 +80,7 @@ def test_the_users_drain_wins():
 @pytest.mark.parametrize(
     ("serve", "said"),
     [
-        (("demo", "--tp", "4"), "--tp after `--`: `up` sets it itself"),
+        (("demo", "--tp", "4"), "--tp 4 needs 4 hosts, not 2"),
         (("demo", "--backend=ring"), "`up` sets it itself"),
         (("demo", "--port", "0"), "--port 0"),
         (("demo", "--port=http"), "--port http"),
