@@ -21,6 +21,7 @@ from phalanx.model.overlap import Overlap, overlap_of
 from phalanx.model.runner import Runner
 from phalanx.model.sampling.sampler import SamplingMetadata, TokenCounts, sample
 from phalanx.sched.plan import Forward, Step
+from phalanx.sched.sequence import Sequence
 from phalanx.spec.rules import Always
 from phalanx.types import Sampling, SequenceRequest, StopRule, Submit
 
@@ -92,11 +93,9 @@ def test_the_tokens_are_those_of_a_rank_that_waits(loaded, family, at_once, gree
     assert not runner.has_in_flight
 
 
-def test_no_forward_is_begun_while_a_prompt_is_read(loaded):
-    """A chunk would drop it. Steps that pay decoding rows what a chunk owes have none themselves."""
-    base, vocab = loaded("llama")
-    runner = overlapping(base, Overlap.BUILD)
-    engine = Engine(runner, vocab, batched=16, decode_share=0.5)
+def reading_beside_a_stream(runner: Counting, vocab: int, decode_share: float) -> tuple[Engine, Sequence]:
+    """An engine that has begun to read a prompt beside a decoding row, and the prompt's row."""
+    engine = Engine(runner, vocab, batched=16, decode_share=decode_share)
     stop = StopRule(max_tokens=200)
     for name, prompt in (("stream", [5, 6, 7]), ("prompt", [*range(10, 200)])):
         request = SequenceRequest(id=name, group=name, prompt=prompt, sampling=Sampling(temperature=0.0), stop=stop)
@@ -105,15 +104,34 @@ def test_no_forward_is_begun_while_a_prompt_is_read(loaded):
             engine.step()
     row = engine.scheduler.by_id["prompt"]
     assert runner.built and row.to_prefill > 50
-    engine.scheduler.prefill_budget.observe(16, 1e4, 0.1)  # the rows are owed more than they will get here
+    return engine, row
+
+
+def test_no_forward_is_begun_before_a_chunk(loaded):
+    """It would be dropped."""
+    base, vocab = loaded("llama")
+    runner = overlapping(base, Overlap.BUILD)
+    engine, row = reading_beside_a_stream(runner, vocab, decode_share=0.0)
     built, left = runner.built, row.to_prefill
-    for _ in range(5):
+    for _ in range(3):
         engine.step()
-    assert (row.to_prefill, runner.built) == (left, built)
+    assert runner.built == built and 0 < row.to_prefill < left
     engine.scheduler.cancel("prompt", 0.0)
     for _ in range(4):
         engine.step()
     assert runner.built > built
+
+
+def test_forwards_are_begun_while_a_prompt_waits_for_its_next_chunk(loaded):
+    """Decoding rows are owed more time than they will get here."""
+    base, vocab = loaded("llama")
+    runner = overlapping(base, Overlap.BUILD)
+    engine, row = reading_beside_a_stream(runner, vocab, decode_share=0.5)
+    engine.scheduler.prefill_budget.observe(16, 1e4, 0.1)
+    built, left = runner.built, row.to_prefill
+    for _ in range(5):
+        engine.step()
+    assert (row.to_prefill, runner.built) == (left, built + 5)
 
 
 class InTurns(Always):
