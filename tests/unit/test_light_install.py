@@ -85,3 +85,20 @@ def test_what_counts_as_the_engine_is_what_the_extra_brings() -> None:
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["engine"]
     brought = {line.partition(";")[0].partition("=")[0].partition(">")[0].replace("-", "_") for line in extra}
     assert brought - {"transformers"} == ENGINE
+
+
+def test_a_hosts_commands_need_what_the_seed_of_an_installation_has() -> None:
+    """phalanx with msgspec and psutil, on a host that has nothing yet."""
+    code = """
+import importlib.abc
+
+class Lacks(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] not in {"phalanx", "msgspec", "psutil", *sys.stdlib_module_names}:
+            raise ImportError(f"the seed has no {name}")
+
+sys.meta_path.insert(0, Lacks())
+import phalanx.cluster.host_verbs
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr

@@ -17,12 +17,12 @@ from typing import Any
 
 from phalanx.bench.http_client import RequestFailed, open_client, stream_chat
 from phalanx.bench.load_generator import closed_loop
+from phalanx.catalog.short_names import DEMO
 from phalanx.config import RUN_PHALANX
 from phalanx.environment import child_environment
 from phalanx.errors import ClusterError
 from phalanx.planning.timings import ServedSteps
 
-SMALL = "demo"
 START_S = 120.0
 ROWS = (1, 4, 16)
 PROMPT = 8  # tokens, so few that all streams soon decode
@@ -47,12 +47,12 @@ def timed_steps(stages: int, width: int) -> ServedSteps:
         with _server(shape) as url:
             return asyncio.run(_measure(url))
     except RequestFailed as error:
-        raise ClusterError(f"A server of the {SMALL} model does not answer here: {error.message}") from error
+        raise ClusterError(f"A server of the {DEMO} model does not answer here: {error.message}") from error
 
 
 @contextmanager
 def _server(shape: tuple[str, ...]) -> Iterator[str]:
-    command = [sys.executable, *RUN_PHALANX, "serve", SMALL, *FLAGS, *shape]
+    command = [sys.executable, *RUN_PHALANX, "serve", DEMO, *FLAGS, *shape]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         env=child_environment(), start_new_session=True,
@@ -65,8 +65,8 @@ def _server(shape: tuple[str, ...]) -> Iterator[str]:
         late.cancel()
         if not line.startswith("phalanx is ready: "):
             raise ClusterError(
-                f"A group of {SMALL} ({' '.join(shape)}) does not start here.",
-                remedy=f"`phalanx selftest {SMALL} {' '.join(shape)}` says why.",
+                f"A group of {DEMO} ({' '.join(shape)}) does not start here.",
+                remedy=f"`phalanx selftest {DEMO} {' '.join(shape)}` says why.",
             )
         yield line.split()[3]
     finally:
@@ -82,7 +82,7 @@ async def _measure(url: str) -> ServedSteps:
     def body(n: int) -> dict[str, Any]:
         prompt = [draw.randrange(100, MAX_ID) for _ in range(PROMPT)]
         return {
-            "model": SMALL, "prompt": prompt, "max_tokens": n, "temperature": 0, "ignore_eos": True,
+            "model": DEMO, "prompt": prompt, "max_tokens": n, "temperature": 0, "ignore_eos": True,
             "skip_special_tokens": False,  # each token has a text, so that it shows when it comes
         }  # fmt: skip
 
@@ -97,5 +97,5 @@ async def _measure(url: str) -> ServedSteps:
                 contexts[rows] = PROMPT + (OUTPUT + MORE * rows) // 2
         firsts = [(await stream_chat(client, body(2), path="/completions")).ttft_s or 0.0 for _ in range(FIRSTS)]
     if 1 not in steps:
-        raise ClusterError(f"A server of the {SMALL} model wrote no tokens here.")
+        raise ClusterError(f"A server of the {DEMO} model wrote no tokens here.")
     return ServedSteps(prompt=PROMPT, context=contexts, step_s=steps, first_s=statistics.median(firsts))

@@ -18,9 +18,8 @@ import psutil
 from msgspec import Struct
 
 from phalanx.catalog.local_models import HUB_ID, find
-from phalanx.catalog.short_names import repository_of
+from phalanx.catalog.short_names import DEMO, repository_of
 from phalanx.cluster import machine
-from phalanx.cluster.small_server import SMALL, timed_steps
 from phalanx.config import RUN_PHALANX
 from phalanx.environment import child_environment
 from phalanx.errors import ClusterError, ModelNotFound
@@ -29,7 +28,7 @@ from phalanx.planning.calibration_store import CalibrationStore
 from phalanx.planning.fit import Measured, fit
 from phalanx.planning.group_overhead import overhead, serving_cost
 from phalanx.planning.model_shape import ModelShape
-from phalanx.planning.timings import GroupTimings, Learned, RankTimings, ServingCost
+from phalanx.planning.timings import GroupTimings, Learned, RankTimings, ServedSteps, ServingCost
 from phalanx.types import ModelInfo
 
 SHAPE_S = 120.0  # to build the largest models from their headers, once for each degree
@@ -300,16 +299,16 @@ def _group(stages: int, width: int, store: CalibrationStore, *, again: bool) -> 
     if known is not None:
         return known
     small, timings = _small(stages, width, store, again=again)
-    command = [sys.executable, *RUN_PHALANX, "selftest", SMALL, "--json", "--tp", str(width), "--pp", str(stages)]
+    command = [sys.executable, *RUN_PHALANX, "selftest", DEMO, "--json", "--tp", str(width), "--pp", str(stages)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=GROUP_S, check=False)
         info = msgspec.json.decode(done.stdout, type=SelfTestOutput).info
     except (subprocess.TimeoutExpired, msgspec.DecodeError) as error:
         raise ClusterError(
             f"A group of {stages * width} ranks did not pass its self-test here.",
-            remedy=f"`phalanx selftest {SMALL} --tp {width} --pp {stages}` says why.",
+            remedy=f"`phalanx selftest {DEMO} --tp {width} --pp {stages}` says why.",
         ) from error
-    served = timed_steps(stages, width)
+    served = _served(stages, width)
     found = overhead((width,) * stages, served, _serving(store), info.self_test, timings, small)
     store.put(what, found)
     return found
@@ -321,13 +320,20 @@ def _serving(store: CalibrationStore, *, again: bool = False) -> ServingCost:
     if known is not None:
         return known
     small, timings = _small(1, 1, store, again=again)
-    found = serving_cost(timed_steps(1, 1), timings, small)
+    found = serving_cost(_served(1, 1), timings, small)
     store.put(("serving",), found)
     return found
 
 
+def _served(stages: int, width: int) -> ServedSteps:
+    """What the bundled model's steps take when a group of this machine serves it."""
+    from phalanx.cluster.small_server import timed_steps  # noqa: PLC0415 - needs httpx, which an install's seed lacks
+
+    return timed_steps(stages, width)
+
+
 def _small(stages: int, width: int, store: CalibrationStore, *, again: bool) -> tuple[ModelShape, RankTimings]:
     """The small model, and a rank's times with it."""
-    small = shape_here(ShapeRequest(model=SMALL, max_degree=width))
+    small = shape_here(ShapeRequest(model=DEMO, max_degree=width))
     share = RankShare(degree=width, ranks_here=stages * width)
     return small.shape, _timings(small.path, small.shape.key, share, store, again=again)

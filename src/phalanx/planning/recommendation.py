@@ -38,7 +38,7 @@ class Recommendation(Struct, frozen=True, kw_only=True):
 def recommend(plans: Sequence[GroupPlan], wish: Wish) -> Recommendation | None:
     """The best plan that fits; None if none does.
 
-    Among the plans within 5 % of the best, the one with the fewest ranks.
+    Among the plans within 5 % of the best, the one with the fewest ranks; of one shape that on the first hosts.
     """
     able = [plan for plan in plans if not plan.fit.problem and (wish == "context" or plan.speed is not None)]
     if not able:
@@ -50,6 +50,7 @@ def recommend(plans: Sequence[GroupPlan], wish: Wish) -> Recommendation | None:
     best = max(_score(plan, wish) for plan in able)
     near = [plan for plan in able if _score(plan, wish) >= best * (1 - SAME)]
     chosen = min(near, key=lambda plan: (len(plan.candidate.hosts), -_score(plan, wish)))
+    chosen = next(plan for plan in near if plan.candidate.name == chosen.candidate.name)
     return Recommendation(plan=chosen, why=_reason(chosen, able, wish))
 
 

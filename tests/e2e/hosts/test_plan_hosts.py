@@ -42,8 +42,9 @@ def test_up_starts_what_is_recommended_and_status_has_the_prediction(hosts: Rig)
         assert "(1 host)" in done.stdout
         first, *_ = done.stderr.splitlines()
         assert first.startswith("plan: one rank (--tp 1). ") and "`-- MODEL --tp 2` starts all 2 hosts." in first
-        shown = json.loads(phalanx(hosts["desk"], "status", "--hosts", "a", "--json").stdout)
-        predicted = shown["a"]["health"]["predicted"]
+        shown = json.loads(phalanx(hosts["desk"], "status", "2.json", "--json", check=False).stdout)
+        (served,) = [host for host, found in shown.items() if found["health"]]
+        predicted = shown[served]["health"]["predicted"]
         assert predicted["tokens_per_second"] > 0 and predicted["ttft_seconds"] > 0
-        assert "predicted " in phalanx(hosts["desk"], "status", "--hosts", "a").stdout
-        phalanx(hosts["desk"], "down", "--hosts", "a")
+        assert "predicted " in phalanx(hosts["desk"], "status", "--hosts", served).stdout
+        phalanx(hosts["desk"], "down", "--hosts", served)
