@@ -29,6 +29,7 @@ from phalanx.cluster.supervisor import RunDirectory
 from phalanx.config import RUN_PHALANX
 from phalanx.environment import environment
 from phalanx.errors import ClusterError
+from phalanx.planning.calibration_store import FILE as CALIBRATIONS
 
 WHEELS = ".phalanx/install/wheels"
 """Place of the wheels, relative to a host's home directory."""
@@ -146,7 +147,7 @@ class InstallFolder:
                 shutil.rmtree(release)
 
     def remove(self) -> Releases:
-        """Delete all releases. Logs stay. Returns the names of the deleted ones.
+        """Delete all releases, and what the machine measured. Logs stay. Returns the names of the deleted ones.
 
         Raises:
             ClusterError: it runs, or another command installs here.
@@ -160,6 +161,7 @@ class InstallFolder:
                 link.unlink(missing_ok=True)
             for folder in (self.releases, self.wheels.parent, self.root / "python"):
                 shutil.rmtree(folder, ignore_errors=True)
+            (self.root / CALIBRATIONS).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # of `up` there may be more
                 self.root.rmdir()
             return names

@@ -32,6 +32,7 @@ from phalanx.cluster.ssh import Remote
 from phalanx.cluster.supervisor import RunDirectory
 from phalanx.cluster.wheelhouse import fetch, kernel_pythons, wheels_for
 from phalanx.errors import ClusterError, ConfigError
+from phalanx.planning.calibration_store import CalibrationStore
 
 LINUX = HostPlatform(python=(3, 12, 4), system="Linux", machine="x86_64", libc=(2, 36), mlx="cpu")
 MAC = HostPlatform(python=(3, 13, 0), system="Darwin", machine="arm64", macos=(26, 2), mlx="metal")
@@ -503,6 +504,8 @@ def test_names_that_lead_elsewhere_are_refused():
 def test_uninstall_deletes_all_but_logs_and_nothing_that_runs(folder, monkeypatch):
     folder.install(request("1"))
     (folder.root / "logs").mkdir()
+    CalibrationStore(folder.root, ("a machine",)).put(("steps",), 1.0)
+    assert len(list(folder.root.glob("*.json"))) == 1
     monkeypatch.setattr(RunDirectory, "running", lambda self: ["a process"])
     with pytest.raises(ClusterError, match="A cluster runs here"):
         folder.remove()
