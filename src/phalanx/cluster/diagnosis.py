@@ -136,7 +136,7 @@ def compare(
     facts: Mapping[str, HostFacts], groups: Sequence[Hostfile], backend: str, shape: Shape
 ) -> Iterator[CheckResult]:
     """Compare the hosts that answered, and the ends of cables inside each group."""
-    yield from _versions(facts)
+    yield from same_versions({host: fact.versions for host, fact in facts.items()})
     yield from _models(facts)
     if backend.startswith("jaccl"):
         for group in groups:
@@ -146,11 +146,12 @@ def compare(
         yield from _stages(facts, [host.ssh for host in group.hosts], shape)
 
 
-def _versions(facts: Mapping[str, HostFacts]) -> Iterator[CheckResult]:
+def same_versions(versions: Mapping[str, Mapping[str, str]]) -> Iterator[CheckResult]:
+    """Compare the versions of each host, by package; phalanx's with this machine's, too."""
     for package in SAME:
-        by_version = {__version__: ["this machine"]} if package == "phalanx" and facts else {}
-        for host, fact in facts.items():
-            by_version.setdefault(fact.versions.get(package) or "missing", []).append(host)
+        by_version = {__version__: ["this machine"]} if package == "phalanx" and versions else {}
+        for host, own in versions.items():
+            by_version.setdefault(own.get(package) or "missing", []).append(host)
         if len(by_version) > 1:
             seen = "; ".join(f"{version} on {', '.join(hosts)}" for version, hosts in by_version.items())
             yield CheckResult(

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
+from phalanx.cluster.diagnosis import same_versions
 from phalanx.cluster.hostfile_parser import Host, Hostfile
 from phalanx.cluster.network_setup import Pair, measure_pairs
 from phalanx.cluster.ssh import Remote, from_all
@@ -65,7 +66,7 @@ async def make_plans(request: PlanRequest) -> Planned:
     """All plans, in the order of their numbers of ranks.
 
     Raises:
-        ClusterError: hosts do not answer, lack the model, or cannot measure themselves; names each.
+        ClusterError: hosts do not answer, lack the model, differ in versions, or cannot measure themselves.
         ConfigError: hosts have different models.
     """
     named = request.hostfile.hosts if request.hostfile is not None else (Host(ssh=THIS_MACHINE),)
@@ -76,6 +77,7 @@ async def make_plans(request: PlanRequest) -> Planned:
         remote.call("plan-shape", asked, HostShape, timeout_s=SHAPE_S, whole=True) for remote in remotes
     )
     shapes = {remote.name: answer for remote, answer in zip(remotes, answers, strict=True)}
+    _check_versions(shapes)
     shape = replace(_same_shape(shapes), name=request.model)
     hosts = {name: PlanHost(name=name, memory=one.memory, guard=one.guard) for name, one in shapes.items()}
     here = min(request.ranks_here, answers[0].processors)
@@ -91,6 +93,13 @@ async def make_plans(request: PlanRequest) -> Planned:
     pairs = [] if request.hostfile is None or len(named) == 1 else await _links(request.hostfile, remotes)
     plans = [GroupPlan(fit=fit, speed=_speed(shape, fit, speeds, pairs, request.context)) for fit in fits]
     return Planned(shape=shape, hosts=[*hosts.values()], plans=plans)
+
+
+def _check_versions(shapes: Mapping[str, HostShape]) -> None:
+    """What one version measures says nothing about another, nor would they start together."""
+    for result in same_versions({name: one.versions for name, one in shapes.items()}):
+        if result.level == "bad":
+            raise ClusterError(f"{result.check}: {result.seen}.", remedy=result.remedy)
 
 
 def _same_shape(shapes: Mapping[str, HostShape]) -> ModelShape:

@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from phalanx.catalog.local_models import HUB_ID, find
 from phalanx.catalog.short_names import DEMO, repository_of
-from phalanx.cluster import machine
+from phalanx.cluster import checks, machine
 from phalanx.config import RUN_PHALANX
 from phalanx.environment import child_environment
 from phalanx.errors import ClusterError, ModelNotFound
@@ -57,6 +57,8 @@ class HostShape(Struct, frozen=True, kw_only=True):
     memory: MachineMemory
     guard: int
     processors: int
+    versions: dict[str, str]
+    """By package."""
 
 
 class RankShare(Struct, frozen=True, kw_only=True):
@@ -131,7 +133,9 @@ def shape_here(request: ShapeRequest) -> HostShape:
     except msgspec.DecodeError as error:
         raise ClusterError(done.stderr.strip().rpartition("\n")[2] or f"{path} cannot be read.") from error
     guard = guard_bytes(found, request.guard_gb)
-    return HostShape(path=str(path), shape=shape, memory=found, guard=guard, processors=_processors())
+    return HostShape(
+        path=str(path), shape=shape, memory=found, guard=guard, processors=_processors(), versions=checks.versions()
+    )
 
 
 def _held_here() -> int:

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 from support.planning import group, host, shape, timings
 
-from phalanx.cluster import planner
+from phalanx.cluster import checks, planner
 from phalanx.cluster.hostfile_parser import Host, Hostfile
 from phalanx.cluster.links import LinkSpeed
 from phalanx.cluster.network_setup import Pair
@@ -30,6 +30,7 @@ class World:
         self.free = {"a": 64.0, "b": 64.0, "localhost": 64.0}
         self.link = LinkSpeed(median_us=100.0, p99_us=200.0, gbit_per_s=10.0)
         self.problem = ""
+        self.versions = {name: checks.versions() for name in self.shapes}
         self.dead: set[str] = set()
 
     def remote(self, name: str, *, python: str = "") -> Any:
@@ -40,8 +41,9 @@ class World:
             if isinstance(request, ShapeRequest):
                 found = host(name, self.free[name])
                 return HostShape(
-                    path="/m", shape=self.shapes[name], memory=found.memory, guard=found.guard, processors=4
-                )
+                    path="/m", shape=self.shapes[name], memory=found.memory, guard=found.guard, processors=4,
+                    versions=self.versions[name],
+                )  # fmt: skip
             assert isinstance(request, SpeedRequest)
             return HostSpeed(
                 shares=[ShareSpeed(share=share, timings=timings(share.degree)) for share in request.shares],
@@ -120,6 +122,15 @@ def test_hosts_with_other_models_are_refused(world: World):
     world.shapes["b"] = replace(shape(), key="other")
     with pytest.raises(ConfigError, match="b has another model of this name than a"):
         planned(hostfile=HOSTS)
+
+
+@pytest.mark.parametrize(("package", "remedy"), [("phalanx", "phalanx install --upgrade"), ("mlx", "same mlx")])
+def test_a_host_with_another_version_is_named_before_anything_is_measured(world: World, package: str, remedy: str):
+    world.versions["b"] = {**world.versions["b"], package: "0.0.9"}
+    with pytest.raises(ClusterError, match=rf"version of {package}: .*0\.0\.9 on b") as caught:
+        planned(hostfile=HOSTS)
+    assert remedy in caught.value.remedy
+    assert all(isinstance(request, ShapeRequest) for _, request in world.asked)
 
 
 def test_a_link_that_is_not_there_is_named(world: World):

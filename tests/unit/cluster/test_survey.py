@@ -74,7 +74,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
         return SERVED
 
     memory = MachineMemory(total=1, available=1)
-    small = HostShape(path="/demo", shape=shape(), memory=memory, guard=0, processors=2)
+    small = HostShape(path="/demo", shape=shape(), memory=memory, guard=0, processors=2, versions={})
     monkeypatch.setattr(survey, "shape_here", lambda request: small)
     monkeypatch.setattr(survey, "_served", timed_steps)
     return found
