@@ -131,7 +131,8 @@ def test_a_refused_question_is_not_part_of_the_conversation(
             return 400, '{"error": {"message": "too long"}}'
         return 200, events(chunk("fine"), chunk(finish="stop"), usage(1, 2))
 
-    assert talk("one\ntwo\n", monkeypatch, answer, "--model", "m", "--temperature", "0", "--max-tokens", "9") == 0
+    typed = talk("one\ntwo\n", monkeypatch, answer, "--model", "m", "--temperature", "0", "--max-tokens", "9")
+    assert typed == ExitCode.CRASH  # a script must notice
     assert "too long" in capsys.readouterr().err
     assert asked[1]["messages"] == [{"role": "user", "content": "two"}]
     assert (asked[1]["temperature"], asked[1]["max_tokens"]) == (0.0, 9)

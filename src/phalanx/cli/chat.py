@@ -21,7 +21,7 @@ from phalanx.cli.private import PrivateServer
 from phalanx.cli.setting_flags import flag, key_file, keys_of
 from phalanx.cli.terminal import note, report, show, show_dim
 from phalanx.environment import API_KEY_VARIABLE, api_key_from_environment
-from phalanx.errors import ConfigError, ExitCode
+from phalanx.errors import ConfigError, ExitCode, exit_code_of
 from phalanx.offline.sampling_params import SamplingParams
 from phalanx.text.word_wrap import WordWrap
 
@@ -126,7 +126,11 @@ class ChatSession:
 
 
 def talk(server: ServerAddress, model: str | None, session: ChatSession) -> int:
-    """Read a line, show the answer, until the user ends it: Ctrl-C ends an answer, Ctrl-D the conversation."""
+    """Read a line, show the answer, until the user ends it: Ctrl-C ends an answer, Ctrl-D the conversation.
+
+    A script, whose lines come through a pipe, gets the exit code of the last request that failed.
+    """
+    code: int = ExitCode.OK
     model = model or asyncio.run(_first_model(server))
     readline.set_history_length(HISTORY_LINES)
     if isinstance(sys.stdin, io.TextIOWrapper):
@@ -153,8 +157,9 @@ def talk(server: ServerAddress, model: str | None, session: ChatSession) -> int:
             note("(interrupted)")
         except RequestFailed as error:
             report(error)
+            code = exit_code_of(error)
         session.answered("".join(parts))
-    return ExitCode.OK
+    return ExitCode.OK if sys.stdin.isatty() else code
 
 
 def _read() -> str | None:
