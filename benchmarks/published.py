@@ -132,7 +132,7 @@ def speed(run: Run) -> Speed:
     parts = RankParts(
         degree=width, before=NONE, layers=(WeightPart(kept=layer // width),) * model.layers, behind=NONE, both=NONE,
         everywhere=NONE, kv_token_bytes=(0,) * model.layers, kv_row_bytes=(0,) * model.layers,
-        sums=2 * model.layers * (width > 1),
+        all_reduces=2 * model.layers * (width > 1),
     )  # fmt: skip
     shape = ModelShape(
         name=model.name, shares=(parts,), width=model.width, activation_bytes=2, on_gpu=run.machine != PI

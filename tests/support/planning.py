@@ -20,7 +20,7 @@ def shape(layers: int = 8, layer: int = GB, *, degrees=(1, 2, 4), ends: int = GB
             RankParts(
                 degree=degree, before=part(ends), layers=(part(layer // degree),) * layers, behind=part(ends),
                 both=part(2 * ends), everywhere=part(0), kv_token_bytes=(kv // degree,) * layers,
-                kv_row_bytes=(0,) * layers, sums=2 * layers * (degree > 1),
+                kv_row_bytes=(0,) * layers, all_reduces=2 * layers * (degree > 1),
             )
             for degree in degrees
         ),

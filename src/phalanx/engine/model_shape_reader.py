@@ -133,7 +133,7 @@ def _parts(prepared: load.Prepared, found: LayerTrace | None, facts: CacheFacts,
         everywhere=_part(ends[BETWEEN]),
         kv_token_bytes=tuple(row_bytes(own, prepared.dtype) for own in owned),
         kv_row_bytes=tuple(bytes_per_row(own) for own in owned),
-        sums=prepared.sums,
+        all_reduces=prepared.sums,
     )
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from difflib import get_close_matches
 
 from msgspec import Struct
 
 from phalanx.errors import UnknownPath, WrongMethod
 from phalanx.http.http_exchange import Exchange, Reply
 from phalanx.http.openapi import Operation
+
+MAX_COMPARED = 64  # characters of a path that is compared with others: no API's path is longer
 
 Handler = Callable[[Exchange], Awaitable[Reply]]
 
@@ -62,8 +65,9 @@ class Router:
         raise WrongMethod(f"Method Not Allowed: {method} {path}. It takes {takes}.", allowed=tuple(allowed))
 
     def _meant(self, path: str) -> str:
-        """A hint where the client's base URL lacks /v1, or has it once too often."""
-        meant = next((other for other in (f"/v1{path}", path.removeprefix("/v1")) if other in self._at), "/")
+        """A hint where the client's base URL lacks /v1, or has it once too often, or a path is mistyped."""
+        near = get_close_matches(path[:MAX_COMPARED], self._at, n=1, cutoff=0.85)
+        meant = next((other for other in (f"/v1{path}", path.removeprefix("/v1"), *near) if other in self._at), "/")
         return "" if meant == "/" else f". Did you mean {meant}?"
 
     def _that_match(self, path: str) -> Iterator[tuple[str, dict[str, Route]]]:

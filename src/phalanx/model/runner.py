@@ -1,7 +1,6 @@
 """The runner: executes buffer operations and forwards on one rank; decides nothing (design: Lock step).
 
-Knows arenas, slots and model calls. Does not know sequences, sampling, commits or other ranks.
-"""
+Knows no sequences, sampling, commits or other ranks."""
 
 from __future__ import annotations
 
@@ -30,10 +29,8 @@ MAX_ASYNC_ROWS = 4
 """Most rows of a forward dispatched before its plan exists. With more rows the batch changes more often, which discards
 the result, and the time saved is a smaller part of a step."""
 
-GIVEN_BACK_PER_STEP = 64 << 20
-"""Bytes of ended rows returned to the system per step: 4 ms."""
-SAVED_PER_STEP = 16 << 20
-"""Bytes of kept prefixes copied per step: 10 ms, for memory that was not touched before."""
+GIVEN_BACK_PER_STEP = 64 << 20  # bytes of ended rows returned to the system per step: 4 ms
+SAVED_PER_STEP = 16 << 20  # bytes of kept prefixes copied per step: 10 ms, for memory that was not touched before
 
 
 class Runner:

@@ -44,9 +44,9 @@ def overhead(
         AllReduce(bytes=figure.bytes, seconds=figure.median_us / 1e6)
         for figure in sorted([] if test is None else test.all_reduce, key=lambda figure: figure.bytes)
     )
-    sums_s = shape.share(widths[0]).sums * figures[0].seconds if figures else 0.0
+    all_reduces_s = shape.share(widths[0]).all_reduces * figures[0].seconds if figures else 0.0
     beyond = {
-        rows: s - _computed_s(timings, shape, rows, served) - cost.step_s - rows * cost.row_s - sums_s
+        rows: s - _computed_s(timings, shape, rows, served) - cost.step_s - rows * cost.row_s - all_reduces_s
         for rows, s in served.step_s.items()
     }
     step_s, row_s = _line(beyond)

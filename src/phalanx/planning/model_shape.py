@@ -42,7 +42,7 @@ class RankParts(Struct, frozen=True, kw_only=True):
     """By layer: bytes of keys and values of a token."""
     kv_row_bytes: tuple[Bytes, ...]
     """By layer: bytes of recurrent state of a row."""
-    sums: int
+    all_reduces: int
     """All-reduces in one forward of the whole model."""
 
     def stage(self, first: int, stop: int) -> list[WeightPart]:

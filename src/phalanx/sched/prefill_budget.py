@@ -1,8 +1,8 @@
 """The prefill budget (chunked prefill): prompt tokens per step, adapted to the measured speed of earlier steps.
 
 After a chunk that delayed decoding rows, these first get decoding time in proportion to the delay, which includes that
-their own step is slower behind a chunk. Also the bounds on a CPU and on a
-GPU, and how rows share the budget. Times are arguments. Does not know which rows prefill (`scheduler.py`).
+their own step is slower behind a chunk. Also the bounds on a CPU and on a GPU, and how rows share the budget. Times are
+arguments.
 """
 
 from __future__ import annotations
