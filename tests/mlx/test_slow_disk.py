@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -13,6 +14,9 @@ import pytest
 from support.models import make_model
 from support.speculation import Engine, load
 
+from phalanx.kernels import install
+from phalanx.model import runner as runner_module
+from phalanx.model.cache.buffers import ArenaBuffers, Snapshot
 from phalanx.model.disk_blocks import BlockLayout, DiskBlocks
 from phalanx.prefix_store import store as store_module
 from phalanx.prefix_store.store import PrefixStore
@@ -119,3 +123,32 @@ def test_streams_get_their_tokens_while_blocks_are_written_and_read(
     assert finish("again") == first
     finished = answers["again"].finished
     assert finished is not None and finished.disk_tokens == 512
+
+
+@pytest.mark.parametrize("is_beside", [True, False], ids=["beside a stream", "alone"])
+def test_no_stream_waits_until_a_prefix_is_copied_to_be_written(
+    is_beside: bool, made: tuple[Engine, list[DiskOutcome]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, it is written before the engine sleeps, which would run no further step."""
+    engine, outcomes = made
+    kernels = pytest.importorskip("phalanx_cpu")
+    monkeypatch.setattr(install, "operations", lambda: kernels.ops)  # rows in pages: their prefixes are copied later
+    monkeypatch.setattr(runner_module, "SAVED_PER_STEP", 1)  # a layer per step
+    original, missing = ArenaBuffers.copy_saved, []
+
+    def copy_saved(arena: ArenaBuffers, max_bytes: float = math.inf, *, only: Snapshot | None = None) -> None:
+        if only is not None:
+            missing.append(len(arena.leaves) - len(only.copied))  # layers that are copied in one step
+        original(arena, max_bytes, only=only)
+
+    monkeypatch.setattr(ArenaBuffers, "copy_saved", copy_saved)
+    if is_beside:
+        submit(engine, "stream", [5, 6, 7], 900)
+    submit(engine, "first", [7 * i % 400 + 5 for i in range(600)], 4)
+    while not engine.scheduler.idle and not missing:
+        engine.step()
+    for _ in range(2400):
+        if outcomes:
+            break
+        time.sleep(0.05)
+    assert outcomes.pop().bad is None and missing == [0]

@@ -34,11 +34,12 @@ class ForwardOutput(NamedTuple, Generic[Logits]):
 
 
 class Execution(NamedTuple, Generic[Logits]):
-    """The outcome of a step: the forwards with logits, and the time of its prefill chunks."""
+    """The outcome of a step: the forwards with logits, and the time of its copies of rows and of its prefill chunks."""
 
     outputs: list[ForwardOutput[Logits]]
     prefill_tokens: int
     prefill_s: float
+    copy_s: float
 
 
 def execute(step: Step, mirror: Mirror, runner: Executor[Logits]) -> Execution[Logits]:
@@ -49,8 +50,10 @@ def execute(step: Step, mirror: Mirror, runner: Executor[Logits]) -> Execution[L
         CollectiveFault: an all-reduce was wrong on some rank.
     """
     mirror.begin(step)
+    begun = time.perf_counter()
     runner.begin(step.id)
     runner.apply(step.ops)
+    copy_s = time.perf_counter() - begun
     outputs: list[ForwardOutput[Logits]] = []
     prefill_tokens, prefill_s = 0, 0.0
     for forward in step.forwards:
@@ -63,4 +66,4 @@ def execute(step: Step, mirror: Mirror, runner: Executor[Logits]) -> Execution[L
         mirror.advance(forward)
         if logits is not None:
             outputs.append(ForwardOutput(forward, kv_len, logits))
-    return Execution(outputs, prefill_tokens, prefill_s)
+    return Execution(outputs, prefill_tokens, prefill_s, copy_s)

@@ -268,7 +268,8 @@ class Leader:
         seconds = self._timer.elapsed_s - execution.prefill_s
         decode_s = self._timer.phases_s["model"] - execution.prefill_s
         self._deadline.observe(execution.prefill_tokens, execution.prefill_s, decode_s, step.width)
-        delayed_s = decode_s if step.has_older_rows else 0.0
+        # Copies follow the rows' own step, which must not seem longer because of them.
+        delayed_s = max(0.0, decode_s - execution.copy_s) if step.has_older_rows else 0.0
         # In a run of chunks the wait overlaps: the previous stage was computing the next chunk.
         waited_s = self._staged.waited_s if step.is_chunk else 0.0
         self.scheduler.prefill_budget.observe(execution.prefill_tokens, execution.prefill_s - waited_s, delayed_s)

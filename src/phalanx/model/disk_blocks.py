@@ -60,8 +60,11 @@ class BlockLayout:
     @property
     def sizes(self) -> tuple[int, int]:
         """Bytes of a block, and of the largest ending."""
-        tokens = BLOCK_TOKENS * self._bytes(by_token=True)
-        return tokens, tokens + self._bytes(by_token=False)
+        return BLOCK_TOKENS * self._bytes(by_token=True), self.nbytes(BLOCK_TOKENS)
+
+    def nbytes(self, length: int) -> int:
+        """Bytes of a snapshot of so many tokens."""
+        return length * self._bytes(by_token=True) + self._bytes(by_token=False)
 
     def _bytes(self, *, by_token: bool) -> int:
         shapes = [shape for leaf in self._leaves for tokens, shape in leaf if tokens is by_token]
@@ -117,9 +120,10 @@ class DiskBlocks:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="prefix_reader")
         self._close_at = math.inf
         self._busy: list[tuple[Future[None], Snapshot]] = []  # snapshots that a thread may use
+        self._uncopied: list[tuple[WriteBlocks, Snapshot]] = []  # to write once all their layers are copied
 
     def apply(self, op: DiskOp, entries: MutableMapping[int, Snapshot], arena: Callable[[int], ArenaBuffers]) -> None:
-        """Begin an operation. A thread reports its outcome."""
+        """Begin an operation; `begin_writes` begins writes. A thread reports its outcome."""
         self._busy = [(future, snapshot) for future, snapshot in self._busy if not future.done()]
         match op:
             case WriteBlocks():
@@ -132,15 +136,30 @@ class DiskBlocks:
             case CompareBlock():
                 self._compare(op, entries[op.entry], arena(op.arena).save(op.slot, op.stop))
             case DropBlocks():
+                self.begin_writes(at_once=True)  # a write that comes after would keep what is dropped
                 self._writer.submit(self._drop, op)
             case _:
                 assert_never(op)
 
+    def begin_writes(self, *, at_once: bool = False) -> None:
+        """Begin to write the snapshots that are copied.
+
+        Args:
+            at_once: copy the others now, because no row waits for it.
+        """
+        waiting, self._uncopied = self._uncopied, []
+        for op, snapshot in waiting:
+            if at_once or snapshot.is_copied:
+                self._keep(self._writer.submit(self._write_all, op, self._layout.views(snapshot)), snapshot)
+            else:
+                self._uncopied.append((op, snapshot))
+
     def _write(self, op: WriteBlocks, snapshot: Snapshot) -> None:
-        if sum(waiting.nbytes for _, waiting in self._busy) + snapshot.nbytes > self._max_pending and self._busy:
+        pending = [*(each for _, each in self._busy), *(each for _, each in self._uncopied)]
+        if pending and sum(self._layout.nbytes(each.length) for each in [*pending, snapshot]) > self._max_pending:
             self._report(DiskOutcome(self._rank, op.entry, False, 0.0, ()))
             return
-        self._keep(self._writer.submit(self._write_all, op, self._layout.views(snapshot)), snapshot)
+        self._uncopied.append((op, snapshot))
 
     def _keep(self, future: Future[None], snapshot: Snapshot) -> None:
         self._busy.append((future, snapshot))
@@ -161,6 +180,7 @@ class DiskBlocks:
     def close(self) -> None:
         """Finish pending writes within `CLOSE_S` and end the threads; reports nothing."""
         self._close_at = time.monotonic() + CLOSE_S
+        self.begin_writes(at_once=True)
         for thread in (self._reader, self._writer):
             thread.shutdown()
         self._store.close()

@@ -114,6 +114,8 @@ class Runner:
             self._discard_in_flight()
         for op in ops:
             self._apply(op)
+        if self.disk is not None:
+            self.disk.begin_writes(at_once=not any(arena.has_rows for arena in self._arenas.values()))
 
     def forward(self, fwd: Forward, kv_len: Sequence[int], hidden: mx.array | None = None) -> mx.array | None:
         """Feed tokens; `kv_len[i]` is the valid length of row `start + i` before the forward.

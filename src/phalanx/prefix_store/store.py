@@ -82,7 +82,7 @@ class PrefixStore:
             blocks: each with a function that returns its bytes.
 
         Raises:
-            OSError: none of them was added.
+            OSError: the disk failed; the store is of no further use.
         """
         puts: list[Put] = []
         try:

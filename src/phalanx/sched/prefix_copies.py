@@ -1,8 +1,8 @@
 """Which computed prefix a new row continues from, and how much of it each step copies (design: Ragged rows).
 
 The longest prefix is a kept entry's or a live row's. A copy touches new memory, so beside decoding rows it takes
-several steps, none of which delays their tokens by more than a step of theirs. A prefix that is dropped meanwhile is
-looked up again; what was copied stays. Does not know which row comes first, nor where rows live.
+several steps, each of which copies for about as long as a step of theirs takes on a CPU. A prefix that is dropped
+meanwhile is looked up again; what was copied stays.
 """
 
 from __future__ import annotations

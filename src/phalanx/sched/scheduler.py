@@ -341,12 +341,9 @@ class Scheduler:
             return
         self._copies.begin(seq)
         if seq.first_token is None:
-            seq.cached_tokens = min(seq.prefix_len, seq.prompt_len)
             loaded = isinstance(seq.prefix, Hit) and seq.prefix.entry == seq.load
-            seq.disk_tokens = seq.cached_tokens if loaded else 0
+            seq.cached_tokens, seq.disk_tokens = 0, seq.prefix_len if loaded else 0
             self.counters.prefix_queries += seq.prompt_len
-            self.counters.prefix_hits += seq.cached_tokens
-            self.counters.disk_hits += seq.disk_tokens
 
     def _copy_prefixes(self) -> None:
         """Copy prefixes of new rows: at once, or beside decoding rows as much as a step of theirs allows."""
@@ -355,6 +352,11 @@ class Scheduler:
         for row in self._copies.plan(max_bytes / max(1, self.config.limits.bytes_per_token)):
             if row.to_prefill == 0:
                 self.layout.promote(row)
+            if row.first_token is None:  # only now: a prefix may be dropped while it is copied
+                row.cached_tokens = min(row.kv_len, row.prompt_len)
+                row.disk_tokens = min(row.disk_tokens, row.cached_tokens)
+                self.counters.prefix_hits += row.cached_tokens
+                self.counters.disk_hits += row.disk_tokens
 
     def _plan_chunks(self, decoding: int) -> dict[int, int]:
         """Sequence number -> tokens to prefill, in a step that feeds `decoding` tokens to decoding rows."""

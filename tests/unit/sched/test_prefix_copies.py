@@ -78,6 +78,7 @@ def test_a_prefix_that_is_dropped_while_it_is_copied_leaves_what_was_copied(live
     sim.run()
     assert [type(op) for op in copies(sim)] == [Share if live else Restore]
     assert sim.outputs["again"] == reference(again)
+    assert sim.finished["again"].cached_tokens == 100 == sim.scheduler.counters.prefix_hits
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -46,6 +46,11 @@ class Snapshot:
         return self.copied
 
     @property
+    def is_copied(self) -> bool:
+        """Whether the copies of all layers exist."""
+        return self._source is None or len(self.copied) == len(self._source.leaves)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of what is copied so far."""
         return sum(array.nbytes for part in self.copied for array in part)
@@ -68,6 +73,11 @@ class ArenaBuffers:
         self._length: list[int] = []  # by slot: tokens in the recurrent state
         self._given_back: list[int] = []  # by slot: leaves of an ended row already given back
         self._unsaved: list[tuple[int, weakref.ref[Snapshot]]] = []  # slots, and snapshots that lack layers of theirs
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether a slot holds a row."""
+        return any(self._live)
 
     @property
     def nbytes(self) -> int:
