@@ -68,7 +68,7 @@ def test_health_says_what_was_predicted_and_what_is_measured():
         assert found.report()[1]["predicted"] == {"tokens_per_second": 200.0, "ttft_seconds": 0.5}
         assert "measured" not in found.report()[1]
         ended = Finished("a", "length", 101, timing=Timing(decode_s=1.0))
-        metrics.finished(Timings(0.0, 0.6), ended, 512, 1.6, others=0)
+        metrics.finished(Timings(0.0, 0.6), ended, 512, 1.6, is_alone=True)
         assert found.report()[1]["measured"] == {"tokens_per_second": 100.0, "ttft_seconds": 0.6}
         await engine.close()
 

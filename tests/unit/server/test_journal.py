@@ -107,6 +107,26 @@ def test_a_crash_is_invisible(bench, crashes_at):
     assert isinstance(events[-1][1], StreamEnd) and events[-1][1].finished.n_tokens == 8
 
 
+@pytest.mark.parametrize(
+    ("committed", "crashes", "beside", "is_alone"),
+    [([], False, 0, True), ([], False, 1, False), ([], True, 0, False), ([7], False, 0, False)],
+)
+def test_a_speed_counts_where_one_engine_computed_the_whole_request_alone(
+    committed, crashes, beside, is_alone, bench, monkeypatch
+):
+    """The time of an answer's first tokens is not known where another engine computed them."""
+    found: list[bool] = []
+    monkeypatch.setattr(bench.metrics.speeds, "finished", lambda *args, is_alone: found.append(is_alone))
+    bench.submit(request(committed=committed), *(request(f"r/{i + 1}", 20) for i in range(beside)))
+    bench.engine.step()
+    if crashes:
+        bench.engine.crash()
+        bench.engine.recover()
+    for _ in range(8):
+        bench.engine.step()
+    assert found == [is_alone]
+
+
 def test_a_resumed_request_has_less_time_and_no_second_scoring(bench):
     _, output = bench.submit(request(timeout_s=10.0, prompt_logprobs=1))
     bench.now += 1.0

@@ -44,6 +44,7 @@ class _JournalEntry:
         self.finish_at: int | None = None  # number of output tokens that completed a stop string
         self.known = False  # the running engine has it
         self.progressed = False  # it got tokens since its last submission
+        self.is_resumed = bool(request.committed)  # another engine, or an earlier one, computed tokens of it
         self.crashes = 0  # while it was computed
         self.crashes_alone = 0  # while it was computed alone
 
@@ -295,6 +296,7 @@ class Journal:
         self._suspects, self._trial = [], None
         for entry in self._entries.values():
             entry.known = entry.progressed = False
+            entry.is_resumed = True
         if not will_restart:
             self.fail_all(EngineError(f"The engine stopped and will not be started again: {reason}"))
             return
@@ -349,7 +351,8 @@ class Journal:
             self._resume()
             return
         self._room.note_end(now)
-        self._metrics.finished(entry.timings, event, len(entry.request.prompt), now, len(self._entries) - 1)
+        is_alone = len(self._entries) == 1 and not entry.is_resumed
+        self._metrics.finished(entry.timings, event, len(entry.request.prompt), now, is_alone=is_alone)
         entry.slots.output.push(entry.index, StreamEnd(event, entry.timings))
         self._forget(entry.request.id)
         self._set_if_idle()
@@ -385,6 +388,7 @@ class Journal:
         if entry is not None:
             entry.slots.ids.discard(id)
             self._room.give_choices(entry.slots.owner, 1)
+            self._metrics.speeds.left(self._clock())
             if entry is self._trial:
                 self._resume()
 

@@ -179,13 +179,13 @@ class ServerMetrics:
             for _ in range(n):
                 self._histograms["itl"].observe((now - timings.last_token) / n)
 
-    def finished(self, timings: Timings, event: Finished, prompt_tokens: int, now: float, others: int = 0) -> None:
+    def finished(self, timings: Timings, event: Finished, prompt_tokens: int, now: float, *, is_alone: bool) -> None:
         """Record a sequence that ended without an error.
 
         Args:
-            others: unfinished sequences.
+            is_alone: see `SpeedMeter.finished`.
         """
-        self.speeds.finished(timings, event, prompt_tokens, now, others)
+        self.speeds.finished(timings, event, prompt_tokens, is_alone=is_alone)
         timing = event.timing
         observed = {
             "e2e": now - timings.arrived,

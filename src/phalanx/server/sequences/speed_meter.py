@@ -1,4 +1,4 @@
-"""Speed of requests that a server computes alone, beside what was predicted for its plan before the start.
+"""Speed of requests that a server computes alone, and the planner's prediction for it.
 
 Only such requests compare with a prediction for one stream: others share their steps.
 """
@@ -44,17 +44,15 @@ class SpeedMeter:
         self.predicted = predicted
         self._rates: deque[float] = deque(maxlen=RECENT)
         self._firsts_s: deque[float] = deque(maxlen=RECENT)
-        self._busy_until = 0.0  # when the last request ended
+        self._busy_until = 0.0  # when the last request left
 
-    def finished(self, timings: Timings, event: Finished, prompt_tokens: int, now: float, others: int) -> None:
-        """Note a request that ended, unless it shared the engine.
+    def finished(self, timings: Timings, event: Finished, prompt_tokens: int, *, is_alone: bool) -> None:
+        """Note a request that ended, unless it shared the engine or had an earlier one.
 
         Args:
-            others: unfinished requests.
+            is_alone: no other is unfinished, and this engine computed all of its tokens.
         """
-        is_alone = others == 0 and self._busy_until <= timings.arrived
-        self._busy_until = now
-        if not is_alone or timings.first_token is None:
+        if not is_alone or self._busy_until > timings.arrived or timings.first_token is None:
             return
         decode_s = event.timing.decode_s
         if event.n_tokens >= MIN_OUTPUT and decode_s > 0 and not event.drafted_tokens:  # predictions have no drafts
@@ -62,6 +60,10 @@ class SpeedMeter:
         computed = prompt_tokens - event.cached_tokens
         if MIN_PROMPT <= computed <= MAX_PROMPT:
             self._firsts_s.append((timings.first_token - timings.arrived) * PROMPT / computed)
+
+    def left(self, now: float) -> None:
+        """Note that a request is gone, whether it ended, failed or was cancelled."""
+        self._busy_until = now
 
     @property
     def tokens_per_second(self) -> float | None:
