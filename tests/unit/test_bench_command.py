@@ -267,7 +267,11 @@ def test_ctrl_c_in_a_later_round_keeps_the_rounds_before(tmp_path: Path) -> None
         (["report", "x.json"], "takes JSON files"),
         (["report", "x.json", "-o", "x.pdf"], "ends in .md or .html"),
         (["report", "x.json", "-o", "x.md", "--seed", "3"], "takes JSON files and -o only"),
+        (["report", "x.json", "-o", "x.md", "--json"], "takes JSON files and -o only"),
+        (["report", "x.json", "-o", "x.md", "--api-key", "k"], "takes JSON files and -o only"),
         (["report", "none.json", "-o", "x.md"], "none.json cannot be read"),
+        (["serve", "--port", "9", "--result-filename", "x"], "need --save-result"),
+        (["compare", "http://a", "http://b", "--result-dir", "x"], "need --save-result"),
     ],
 )
 def test_words_without_a_meaning_are_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,8 @@
 """Generates load on an OpenAI-compatible server with streaming clients, and measures latencies.
 
 Requests are due at given times, or as soon as one of a number of clients is free: in a closed loop each client sends
-its next request when its last one has ended, so the load follows the server's speed. Percentiles interpolate linearly
+its next request when its last one has ended, though none before all clients have begun, so the load follows the
+server's speed. Percentiles interpolate linearly
 between order statistics (numpy's default, Hyndman and Fan's type 7).
 """
 
@@ -93,7 +94,7 @@ async def offer(
     Args:
         due: seconds from now at which each is sent, or later.
         max_concurrency: requests under way; None is no limit.
-        on_end: gets the number of a request and what became of it.
+        on_end: called with a request's number and its outcome.
     """
     free_clients = asyncio.Semaphore(max_concurrency or max(1, len(bodies)))  # in the order in which requests came
     begun = time.monotonic()
@@ -143,8 +144,8 @@ def offered(outcomes: Mapping[int, Outcome], wall_s: float) -> OfferedLoad:
 def arrival_times(n: int, per_s: float, burstiness: float, seed: int) -> list[float]:
     """When n requests are due, in seconds, as in `vllm bench serve`.
 
-    Intervals follow a gamma distribution of this shape: 1 is a Poisson process, less comes in bursts, infinity is a
-    clock. All are scaled so that the last request is due after n / per_s.
+    Intervals follow a gamma distribution of this shape: 1 is a Poisson process, below 1 is bursty, infinity is
+    evenly spaced. All are scaled so that the last request is due after n / per_s.
 
     Args:
         per_s: mean rate; infinity: all are due at once.

@@ -29,7 +29,7 @@ WARM_UP_SEED = 1 << 40  # added to the load's own, so that no prompt is cached
 
 
 class Measurement:
-    """One run of a load. What has ended counts, also after `run` was cancelled.
+    """One run of a load. Finished requests count, even if `run` is cancelled.
 
     Args:
         on_end: called when a request has ended, with whether it failed.
@@ -49,8 +49,9 @@ class Measurement:
             RequestFailed: a warm-up failed.
         """
         config = self._config
-        seed = config.seed + WARM_UP_SEED
-        warm_ups = replace(config, dataset_name="random", num_prompts=config.num_warmups, seed=seed)
+        warm_ups = replace(
+            config, num_prompts=config.num_warmups, seed=config.seed + WARM_UP_SEED, prefix_repetition_num_prefixes=1
+        )
         for body in requests(warm_ups, self._model) if config.num_warmups else []:
             await stream_chat(client, body, path=config.path)
         bodies = requests(config, self._model)
@@ -72,7 +73,7 @@ class Measurement:
 def figures(
     load: OfferedLoad, metrics: Sequence[str] = tuple(METRICS), percentiles: Sequence[float] = (99,)
 ) -> dict[str, Any]:
-    """The figures under vLLM's names, and `failures`: what was said -> how often. None where there is no value."""
+    """The figures under vLLM's names, and `failures`: error message -> count. A figure without samples is None."""
     answered = [exchange for exchange in load.exchanges if exchange.arrivals]
     failures = Counter(load.failures)
     failures.update([NO_TEXT] * (len(load.exchanges) - len(answered)))

@@ -1,7 +1,7 @@
 """Settings of a load, under the names of `vllm bench serve`, and the requests that they stand for.
 
 There is no tokenizer here: prompts are random token ids, so that they have exactly the length that was asked for. The
-chat API takes text only: there a prompt is so many words. Equal settings and seed make equal requests.
+chat API takes text only: there a prompt has that many words. Equal settings and seed make equal requests.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class LoadConfig(Struct, frozen=True, kw_only=True):
     request_rate: float = math.inf
     """Requests per second, on average; inf sends all at once, or as many as --max-concurrency."""
     burstiness: float = 1.0
-    """Shape of the gamma distribution of the times between requests: 1 is a Poisson process, less comes in bursts, inf
-    is a clock."""
+    """Shape of the gamma distribution of the times between requests: 1 is a Poisson process, below 1 is bursty,
+    inf is evenly spaced."""
     max_concurrency: Annotated[Count | None, Flag(default="no limit")] = None
     """Requests under way, at most; others wait."""
     num_warmups: Annotated[int, Meta(ge=0)] = 1
@@ -66,22 +66,27 @@ class LoadConfig(Struct, frozen=True, kw_only=True):
         return "/completions" if self.backend == "openai" else "/chat/completions"
 
 
-def checked(config: LoadConfig) -> LoadConfig:
-    """The settings, if a load can be made of them.
+def check_load(config: LoadConfig) -> None:
+    """Check that a load can be made of the settings, and that each of them counts.
 
     Raises:
         ConfigError: names the flag.
     """
+    other = "prefix_repetition" if config.dataset_name == "random" else "random"
+    for name, default in zip(LoadConfig.__struct_fields__, LoadConfig.__struct_defaults__, strict=True):
+        if name.startswith(f"{other}_") and getattr(config, name) != default:
+            raise ConfigError(f"--{name.replace('_', '-')} needs --dataset-name {other}.", remedy="Leave it out.")
     for flag, value in (("--request-rate", config.request_rate), ("--burstiness", config.burstiness)):
         if not value > 0:  # nan is neither
             raise ConfigError(f"{flag} is {value:g}.", remedy="Give a number above 0, or inf.")
+    if config.burstiness != 1.0 and config.request_rate == math.inf:
+        raise ConfigError("--burstiness needs a --request-rate.", remedy="With inf, all requests are sent at once.")
     if config.dataset_name == "prefix_repetition" and config.prefix_repetition_num_prefixes > config.num_prompts:
         raise ConfigError(
             f"--prefix-repetition-num-prefixes {config.prefix_repetition_num_prefixes} is more than --num-prompts "
             f"{config.num_prompts}.",
             remedy="Give at least one request for each prefix.",
         )
-    return config
 
 
 def requests(config: LoadConfig, model: str) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from phalanx.bench import report_page
 from phalanx.bench.http_client import first_model
 from phalanx.bench.measurement import METRICS, Measurement, figures, settings_json
 from phalanx.bench.server_comparison import Figures, Side, compare, ratios
-from phalanx.bench.workload import LoadConfig, checked
+from phalanx.bench.workload import LoadConfig, check_load
 from phalanx.cli.bench_view import progress, show_comparison, show_run
 from phalanx.cli.chat import ServerAddress, api_base
 from phalanx.cli.exits import INTERRUPTED
@@ -106,7 +106,8 @@ def command(
     """serve: measure a running server under a load. compare: two servers under the same load, in turns. report: a page
     of such figures. Ctrl-C keeps what was measured."""
     if action == "report":
-        if (load, target, result) != (LoadConfig(), TargetConfig(), ResultConfig()):
+        defaults = (LoadConfig(), TargetConfig(), ResultConfig(), False, None, None)
+        if (load, target, result, as_json, api_key, api_key_file) != defaults:
             raise ConfigError("`bench report` takes JSON files and -o only.", remedy="Leave the other flags out.")
         return _report(words or [], output)
     if output is not None:
@@ -114,10 +115,12 @@ def command(
     for name, owner in OWNERS.items():
         if owner != action and getattr(result, name) != getattr(ResultConfig(), name):
             raise ConfigError(f"--{name.replace('_', '-')} belongs to `bench {owner}`.", remedy="Leave it out.")
-    checked(load)
+    if not result.save_result and (result.result_dir, result.result_filename) != (".", None):
+        raise ConfigError("--result-dir and --result-filename need --save-result.", remedy="Give it, too.")
+    check_load(load)
     folder = Path(result.result_dir)
     if result.save_result:
-        folder.mkdir(parents=True, exist_ok=True)  # if it cannot be made, nothing has been measured in vain
+        folder.mkdir(parents=True, exist_ok=True)  # first, so that an error costs no measurement
     keys = keys_of("--api-key", api_key, api_key_file, API_KEY_VARIABLE, several=True)
     certificate = None if target.ssl_certfile is None else Path(target.ssl_certfile)
 

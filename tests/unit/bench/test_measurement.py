@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 import msgspec
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.bench import measurement
 from phalanx.bench.http_client import TimedExchange
 from phalanx.bench.load_generator import OfferedLoad
 from phalanx.bench.measurement import METRICS, NO_TEXT, figures, settings_json
@@ -55,6 +57,28 @@ def test_figures_are_those_of_numpy(found: list[TimedExchange], percentiles: tup
     assert of_load["request_throughput"] == pytest.approx(len(found) / 7)
     assert of_load["output_throughput"] == pytest.approx(written / 7)
     assert of_load["total_token_throughput"] == pytest.approx((read + written) / 7)
+
+
+def test_warm_ups_are_prompts_of_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may be too long for the server."""
+    sent: list[dict] = []
+
+    async def stream_chat(client: object, body: dict, path: str) -> None:
+        sent.append(body)
+
+    async def offer(client: object, bodies: list[dict], *args: object, path: str) -> None:
+        sent.extend(bodies)
+
+    monkeypatch.setattr(measurement, "stream_chat", stream_chat)
+    monkeypatch.setattr(measurement, "offer", offer)
+    load = LoadConfig(
+        dataset_name="prefix_repetition", prefix_repetition_prefix_len=5, prefix_repetition_suffix_len=2,
+        prefix_repetition_num_prefixes=3, prefix_repetition_output_len=4, num_prompts=3, num_warmups=2,
+    )  # fmt: skip
+    asyncio.run(measurement.Measurement(load, "m", lambda failed: None).run(None))  # type: ignore[arg-type]
+    assert [(len(body["prompt"]), body["max_tokens"]) for body in sent] == [(7, 4)] * 5
+    warm_up, _, *others = [tuple(body["prompt"][:5]) for body in sent]
+    assert warm_up not in others
 
 
 def silent() -> TimedExchange:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.bench.load_generator import arrival_times
-from phalanx.bench.workload import TOKENS, WORDS, LoadConfig, checked, requests
+from phalanx.bench.workload import TOKENS, WORDS, LoadConfig, check_load, requests
 from phalanx.errors import ConfigError
 
 SMALL = LoadConfig(num_prompts=4, random_input_len=7, random_output_len=3)
@@ -65,13 +65,19 @@ def test_the_chat_api_gets_as_many_words() -> None:
         ({"request_rate": math.nan}, "--request-rate is nan"),
         ({"request_rate": -2.0}, "--request-rate is -2"),
         ({"burstiness": 0.0}, "--burstiness is 0"),
+        ({"burstiness": 2.0}, "--burstiness needs a --request-rate"),
+        ({"prefix_repetition_suffix_len": 9}, "--prefix-repetition-suffix-len needs --dataset-name prefix_repetition"),
+        (
+            {"dataset_name": "prefix_repetition", "random_input_len": 9},
+            "--random-input-len needs --dataset-name random",
+        ),
         ({"dataset_name": "prefix_repetition", "num_prompts": 5}, "--prefix-repetition-num-prefixes 10 is more than"),
     ],
 )
 def test_settings_that_make_no_load_are_named(settings: dict, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        checked(LoadConfig(**settings))
-    assert checked(SMALL) is SMALL
+        check_load(LoadConfig(**settings))
+    check_load(SMALL)
 
 
 # When requests are due -----------------------------------------------------------------------------------------------
