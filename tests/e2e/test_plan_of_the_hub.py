@@ -51,6 +51,18 @@ def test_a_model_that_is_not_downloaded_is_planned_by_its_headers(hub: StubHub, 
     assert weights_of(again) == weights_of(known) and len(hub.ranges()) == 1
 
 
+def test_headers_outlive_the_download_that_they_were_linked_to(hub: StubHub, tmp_path: Path):
+    """`pull`, stopped, leaves small files in the hub's cache; `rm` deletes them."""
+    hub.repositories[NAME]["original/model.safetensors.index.json"] = b"{}"
+    first = plan(hub, tmp_path, NAME, "--json")
+    (config,) = (tmp_path / "cache" / "phalanx" / "headers").rglob("config.json")
+    config.unlink()
+    config.symlink_to(tmp_path / "deleted")
+    again = plan(hub, tmp_path, NAME, "--json")
+    assert again.returncode == ExitCode.OK, again.stderr
+    assert weights_of(again) == weights_of(first)
+
+
 def test_a_longer_header_is_asked_for_once_more(hub: StubHub, tmp_path: Path):
     data = hub.repositories[NAME]["model.safetensors"]
     length = int.from_bytes(data[:8], "little")
@@ -64,7 +76,7 @@ def test_a_longer_header_is_asked_for_once_more(hub: StubHub, tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("some/gguf", "some/gguf has no weights as safetensors"),
+        ("some/gguf", "some/gguf has no safetensors"),
         ("some/other", "the hub has no such repository"),
     ],
 )

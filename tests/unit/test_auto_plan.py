@@ -140,7 +140,9 @@ def test_up_starts_what_is_recommended(started, monkeypatch, capsys: pytest.Capt
     assert plan.serve[:-2] == ("some/model", "--port", "9", *flags) and plan.serve[-2] == "--predicted"
     assert f"plan: {best.name} ({best.flags})." in capsys.readouterr().err
     (request,) = requests
-    assert request.model == "some/model" and not request.replicas
+    assert request.model == "some/model" and not request.replicas and request.ranks_here == 1, (
+        "`up` starts one per host"
+    )
     assert request.hostfile is not None and request.hostfile.hosts[0].ips == ("10.0.0.0",)
 
 

@@ -1,4 +1,4 @@
-"""What plans need of a model that is not downloaded: its small files, and the headers of its weights.
+"""Fetches the files that planning needs before a model is downloaded: the small ones, and the headers of weights.
 
 Headers are fetched by range. Each file of weights is written as long as the hub says, with nothing behind its header,
 which takes no room on the disk: whatever reads headers finds a complete model, whose weights are zero.
@@ -25,7 +25,7 @@ from phalanx.errors import ModelError
 
 SMALL = ("config.json", "*.safetensors.index.json", "generation_config.json")
 WEIGHTS = NEEDED[0]
-TOKENIZER = "tokenizer.json"  # of which only the size counts
+TOKENIZER = "tokenizer.json"  # only its size counts
 GUESS = 1 << 17  # bytes of a file's beginning; most headers end before
 MAX_HEADER = 32 << 20  # bytes, as where weights are loaded
 
@@ -35,29 +35,31 @@ def headers_of(model: str) -> Path:
 
     Raises:
         ModelNotFound: says whether the repository, the permission or the network is at fault.
-        ModelError: it has no weights as safetensors, or what comes has no headers.
+        ModelError: it has no weights as safetensors, or the hub's answer has no safetensors header.
     """
     listing = ask(model, None)
     if isinstance(listing, Path):
         return listing
-    weights = [file for file in listing.files if fnmatchcase(file.rfilename, WEIGHTS)]
+    files = [file for file in listing.files if "/" not in file.rfilename]
+    weights = [file for file in files if fnmatchcase(file.rfilename, WEIGHTS)]
     if not weights:
         raise ModelError(
-            f"{model} has no weights as safetensors, of which headers can be read before a download.",
+            f"{model} has no safetensors, whose headers can be read before a download.",
             remedy=f"Run `phalanx pull {model}`, then plan again.",
         )
     folder = cache_dir() / "headers" / f"{listing.repository.replace('/', '--')}-{listing.commit}"
-    if folder.is_dir():
+    small = [file for file in files if any(fnmatchcase(file.rfilename, pattern) for pattern in SMALL)]
+    if folder.is_dir() and all((folder / file.rfilename).exists() for file in small):
         return folder
+    shutil.rmtree(folder, ignore_errors=True)  # it had links to the hub's cache, from which the model was deleted
     folder.parent.mkdir(parents=True, exist_ok=True)
     begun = Path(tempfile.mkdtemp(prefix=".begun-", dir=folder.parent))
     try:
-        for file in listing.files:
-            if any(fnmatchcase(file.rfilename, pattern) for pattern in SMALL):
-                fetch(listing, file, begun / file.rfilename, lambda _: None)
-            elif file.rfilename == TOKENIZER:
-                with (begun / TOKENIZER).open("wb") as out:
-                    out.truncate(file.size)
+        for file in small:
+            fetch(listing, file, begun / file.rfilename, lambda _: None)
+        for size in [file.size for file in files if file.rfilename == TOKENIZER]:
+            with (begun / TOKENIZER).open("wb") as out:
+                out.truncate(size)
         for file in weights:
             _fetch_header(listing, file, begun / file.rfilename)
         begun.rename(folder)

@@ -163,7 +163,8 @@ async def _planned(file: Hostfile, serve: tuple[str, ...], python: str) -> tuple
     Replicas are recommended by `phalanx plan` only: a gateway has flags and an address of its own.
     """
     named = await addressed(file, [Remote(host.ssh, python=python) for host in file.hosts])
-    plan, model, line = await recommended(replace(plan_request(serve), hostfile=named, python=python, replicas=False))
+    request = replace(plan_request(serve), hostfile=named, ranks_here=1, python=python, replicas=False)
+    plan, model, line = await recommended(request)
     candidate = plan.candidate
     size = len(candidate.hosts)
     further = len(file.hosts) - size

@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from phalanx.cluster.diagnosis import same_versions
 from phalanx.cluster.hostfile_parser import Host, Hostfile
-from phalanx.cluster.network_setup import Pair, measure_pairs
+from phalanx.cluster.network_setup import Pair, measure_pairs, test_group
+from phalanx.cluster.plans import Plan
 from phalanx.cluster.ssh import Remote, from_all
 from phalanx.cluster.survey import GroupSpeed, HostShape, HostSpeed, RankShare, ShapeRequest, SpeedRequest
 from phalanx.dist.topology import Topology
@@ -24,6 +27,7 @@ from phalanx.planning.nearest import nearest
 from phalanx.planning.predictor import CONTEXT, Speed, predict
 from phalanx.planning.recommendation import GroupPlan
 from phalanx.planning.timings import GroupTimings, Learned, RankTimings
+from phalanx.types import SelfTest
 
 SHAPE_S = 180.0  # for a host's answer about a model
 SPEED_S = 900.0  # for a host to measure itself; minutes on a busy machine
@@ -90,9 +94,19 @@ async def make_plans(request: PlanRequest) -> Planned:
         return Planned(shape=shape, hosts=[*hosts.values()], plans=[GroupPlan(fit=fit) for fit in fits])
     able = [fit.candidate for fit in fits if not fit.problem]
     speeds = await _speeds(request, remotes, shapes, able)
-    pairs = [] if request.hostfile is None or len(named) == 1 else await _links(request.hostfile, remotes)
-    plans = [GroupPlan(fit=fit, speed=_speed(shape, fit, speeds, pairs, request.context)) for fit in fits]
+    links = Links()
+    if request.hostfile is not None and len(named) > 1:
+        links = Links(await _links(request.hostfile, remotes), await _all_reduces(request, able))
+    plans = [GroupPlan(fit=fit, speed=_speed(shape, fit, speeds, links, request.context)) for fit in fits]
     return Planned(shape=shape, hosts=[*hosts.values()], plans=plans)
+
+
+class Links(NamedTuple):
+    """What was measured between hosts."""
+
+    pairs: Sequence[Pair] = ()
+    tests: Mapping[int, SelfTest] = {}
+    """By width, of the first hosts as one group."""
 
 
 def _check_versions(shapes: Mapping[str, HostShape]) -> None:
@@ -151,9 +165,24 @@ async def _links(hostfile: Hostfile, remotes: Sequence[Remote]) -> list[Pair]:
     return pairs
 
 
-def _speed(
-    shape: ModelShape, fit: Fit, speeds: Mapping[str, HostSpeed], pairs: Sequence[Pair], context: int
-) -> Speed | None:
+async def _all_reduces(request: PlanRequest, able: Sequence[Candidate]) -> dict[int, SelfTest]:
+    """The self-test of the first hosts as a group, for each width of a plan.
+
+    Where such a group cannot start, because a cluster runs there already or the small model has too few heads, the
+    plan's all-reduces follow from its links.
+    """
+    assert request.hostfile is not None
+    found = {}
+    for width in sorted({one.width for one in able if one.width > 1 and one.ranks_here < one.size}):
+        plan = Plan(hostfile=request.hostfile.first(width), serve=("demo",), python=request.python)
+        with contextlib.suppress(ClusterError):
+            test = (await test_group(plan)).info.self_test
+            if test is not None:
+                found[width] = test
+    return found
+
+
+def _speed(shape: ModelShape, fit: Fit, speeds: Mapping[str, HostSpeed], links: Links, context: int) -> Speed | None:
     candidate = fit.candidate
     if fit.problem:
         return None
@@ -163,13 +192,13 @@ def _speed(
         timings[host] = next(one.timings for one in speeds[host].shares if one.share == share)
     first = speeds[candidate.hosts[0]]
     return predict(
-        shape, fit, timings, _group(candidate, speeds, pairs),
+        shape, fit, timings, _group(candidate, speeds, links),
         serving=first.serving, learned=first.learned.get(candidate.key, Learned()), context=context,
     )  # fmt: skip
 
 
-def _group(candidate: Candidate, speeds: Mapping[str, HostSpeed], pairs: Sequence[Pair]) -> GroupTimings | None:
-    """What being a group adds, on one machine as measured, else as its links say."""
+def _group(candidate: Candidate, speeds: Mapping[str, HostSpeed], links: Links) -> GroupTimings | None:
+    """What being a group adds, on one machine as measured, else as its links and all-reduces say."""
     if candidate.size == 1:
         return None
     widths = (candidate.width,) * candidate.stages
@@ -177,6 +206,11 @@ def _group(candidate: Candidate, speeds: Mapping[str, HostSpeed], pairs: Sequenc
         own: list[GroupSpeed] = speeds[candidate.hosts[0]].groups
         return next(one.timings for one in own if (one.stages, one.width) == (candidate.stages, candidate.width))
     inside = [
-        pair.measured for pair in pairs if pair.measured is not None and {pair.one, pair.other} <= {*candidate.hosts}
+        pair.measured
+        for pair in links.pairs
+        if pair.measured is not None and {pair.one, pair.other} <= {*candidate.hosts}
     ]
-    return from_links(widths, [one.median_us / 1e6 for one in inside], [one.gbit_per_s * 1e9 / 8 for one in inside])
+    return from_links(
+        widths, [one.median_us / 1e6 for one in inside], [one.gbit_per_s * 1e9 / 8 for one in inside],
+        links.tests.get(candidate.width),
+    )  # fmt: skip

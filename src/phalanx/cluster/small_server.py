@@ -23,7 +23,7 @@ from phalanx.environment import child_environment
 from phalanx.errors import ClusterError
 from phalanx.planning.timings import ServedSteps
 
-START_S = 120.0
+LIMIT_S = 300.0  # for the server to start and to be timed
 ROWS = (1, 4, 16)
 PROMPT = 8  # tokens, so few that all streams soon decode
 OUTPUT = 256  # tokens, and more for each further stream, which delays the others
@@ -57,12 +57,11 @@ def _server(shape: tuple[str, ...]) -> Iterator[str]:
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         env=child_environment(), start_new_session=True,
     )  # fmt: skip
-    late = threading.Timer(START_S, process.kill)
+    late = threading.Timer(LIMIT_S, process.kill)
     late.start()
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
-        late.cancel()
         if not line.startswith("phalanx is ready: "):
             raise ClusterError(
                 f"A group of {DEMO} ({' '.join(shape)}) does not start here.",

@@ -173,12 +173,16 @@ def speed_here(request: SpeedRequest, store: CalibrationStore | None = None) -> 
         ShareSpeed(share=share, timings=_timings(request.path, request.key, share, store, again=request.again))
         for share in request.shares
     ]
+    serving = _serving(store, again=request.again)
     groups = [
-        GroupSpeed(stages=stages, width=width, timings=_group(stages, width, store, again=request.again))
+        GroupSpeed(stages=stages, width=width, timings=_group(stages, width, serving, store, again=request.again))
         for stages, width in request.groups
     ]
     learned = {plan: found for plan in request.plans if (found := store.get((LEARNED, request.key, plan), Learned))}
-    return HostSpeed(shares=shares, groups=groups, serving=_serving(store, again=request.again), learned=learned)
+    for plan in learned if request.again else ():  # it was relative to what was measured before
+        learned[plan] = Learned()
+        store.put((LEARNED, request.key, plan), learned[plan])
+    return HostSpeed(shares=shares, groups=groups, serving=serving, learned=learned)
 
 
 def learn(model: str, plan: str, found: Learned, store: CalibrationStore | None = None) -> None:
@@ -296,7 +300,7 @@ def _asked(what: str, benches: list[_Bench]) -> list[Measured]:
     return [msgspec.json.decode(bench.answer(), type=Measured) for bench in benches]
 
 
-def _group(stages: int, width: int, store: CalibrationStore, *, again: bool) -> GroupTimings:
+def _group(stages: int, width: int, serving: ServingCost, store: CalibrationStore, *, again: bool) -> GroupTimings:
     """What a group of this machine adds to a small model's steps, and its all-reduces as its self-test times them."""
     what = ("group", f"{stages} stages", f"{width} wide")
     known = None if again else store.get(what, GroupTimings)
@@ -313,12 +317,12 @@ def _group(stages: int, width: int, store: CalibrationStore, *, again: bool) -> 
             remedy=f"`phalanx selftest {DEMO} --tp {width} --pp {stages}` says why.",
         ) from error
     served = _served(stages, width)
-    found = overhead((width,) * stages, served, _serving(store), info.self_test, timings, small)
+    found = overhead((width,) * stages, served, serving, info.self_test, timings, small)
     store.put(what, found)
     return found
 
 
-def _serving(store: CalibrationStore, *, again: bool = False) -> ServingCost:
+def _serving(store: CalibrationStore, *, again: bool) -> ServingCost:
     """What a server on this machine adds to what its ranks compute: a small model's steps, less what one computes."""
     known = None if again else store.get(("serving",), ServingCost)
     if known is not None:

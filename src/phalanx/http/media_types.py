@@ -3,7 +3,7 @@
 Across origins a browser sends JSON only after a pre-flight. It sends a body without a type, or as a form, at once, but
 with a header that names the page's origin. So a request without a type, or with a program's default, and without such a
 header comes from a program: curl and litellm's two clients for Ollama send such ones. A body that is not JSON is
-refused when it is parsed; a form of a page cannot be JSON, since browsers escape its quotes and braces.
+refused when it is parsed.
 """
 
 from __future__ import annotations

@@ -40,10 +40,7 @@ def overhead(
         cost: of one rank's server on this machine.
         timings, shape: of the served model.
     """
-    figures = tuple(
-        AllReduce(bytes=figure.bytes, seconds=figure.median_us / 1e6)
-        for figure in sorted([] if test is None else test.all_reduce, key=lambda figure: figure.bytes)
-    )
+    figures = _tested(test)
     all_reduces_s = shape.share(widths[0]).all_reduces * figures[0].seconds if figures else 0.0
     beyond = {
         rows: s - _computed_s(timings, shape, rows, served) - cost.step_s - rows * cost.row_s - all_reduces_s
@@ -51,6 +48,11 @@ def overhead(
     }
     step_s, row_s = _line(beyond)
     return GroupTimings(widths=widths, step_s=step_s, row_s=row_s, all_reduce=figures)
+
+
+def _tested(test: SelfTest | None) -> tuple[AllReduce, ...]:
+    figures = sorted([] if test is None else test.all_reduce, key=lambda figure: figure.bytes)
+    return tuple(AllReduce(bytes=figure.bytes, seconds=figure.median_us / 1e6) for figure in figures)
 
 
 def _computed_s(timings: RankTimings, shape: ModelShape, rows: int, served: ServedSteps) -> float:
@@ -68,18 +70,23 @@ def _line(by_rows: Mapping[int, float]) -> tuple[float, float]:
     return least - few * row_s, row_s
 
 
-def from_links(widths: tuple[int, ...], round_trips_s: Sequence[float], bytes_per_s: Sequence[float]) -> GroupTimings:
-    """Derived from links alone: one round trip per step (a plan out, a report back), half a round trip per hop between
-    stages, and all-reduces that go around a ring twice.
+def from_links(
+    widths: tuple[int, ...],
+    round_trips_s: Sequence[float],
+    bytes_per_s: Sequence[float],
+    test: SelfTest | None = None,
+) -> GroupTimings:
+    """Derived from links: one round trip per step (a plan out, a report back), half a round trip per hop between
+    stages, and all-reduces that go around a ring twice, unless they were timed.
 
     Args:
         round_trips_s, bytes_per_s: of the links between the group's hosts; the slowest counts.
+        test: of a stage's hosts.
     """
     round_trip_s, speed = max(round_trips_s), min(bytes_per_s)
     width = max(widths)
     turns = 2 * (width - 1)
-    sums = tuple(AllReduce(bytes=size, seconds=turns * (round_trip_s / 2 + size / width / speed)) for size in SIZES)
+    derived = tuple(AllReduce(bytes=size, seconds=turns * (round_trip_s / 2 + size / width / speed)) for size in SIZES)
+    all_reduce = (_tested(test) or derived) if width > 1 else ()
     step_s = round_trip_s + (len(widths) - 1) * round_trip_s / 2
-    return GroupTimings(
-        widths=widths, step_s=step_s, all_reduce=sums if width > 1 else (), bytes_per_s=speed, measured=False
-    )
+    return GroupTimings(widths=widths, step_s=step_s, all_reduce=all_reduce, bytes_per_s=speed, measured=False)

@@ -154,7 +154,7 @@ def _slices(
             reads += head
             python += ends_s - head
     sent = rows * shape.width * shape.activation_bytes
-    latency, bandwidth = _all_reduces_s(parts, link, sent)
+    latency, bandwidth = _reducing_s(parts, link, sent)
     hops = len(stages) - 1
     bandwidth += hops * sent / link.bytes_per_s if link.bytes_per_s else 0.0
     return {
@@ -176,7 +176,7 @@ def _read_s(timings: RankTimings, alone_s: float) -> float:
     return max(0.0, alone_s - per_row)
 
 
-def _all_reduces_s(parts: RankParts, link: GroupTimings, sent: int) -> tuple[float, float]:
+def _reducing_s(parts: RankParts, link: GroupTimings, sent: int) -> tuple[float, float]:
     """Seconds of a forward's all-reduces: the latency part, and the part that grows with size."""
     if not link.all_reduce:
         return 0.0, 0.0
@@ -216,7 +216,7 @@ def _prompt_s(shape: ModelShape, parts: RankParts, stages: Sequence[_Part], link
 def _chunk_s(shape: ModelShape, parts: RankParts, stage: _Part, link: GroupTimings, tokens: int, done: int) -> float:
     per_token = stage.timings.token_s + stage.timings.token_context_s * (done + tokens / 2)
     sent = tokens * shape.width * shape.activation_bytes
-    all_reduces = sum(_all_reduces_s(parts, link, sent)) * stage.share
+    all_reduces = sum(_reducing_s(parts, link, sent)) * stage.share
     hop = 0.0 if stage.is_last or not link.bytes_per_s else sent / link.bytes_per_s
     return _chunk_layers(stage) * tokens * per_token + all_reduces + hop
 

@@ -15,8 +15,10 @@ from phalanx.cluster.hostfile_parser import Host, Hostfile
 from phalanx.cluster.links import LinkSpeed
 from phalanx.cluster.network_setup import Pair
 from phalanx.cluster.planner import PlanRequest, make_plans
+from phalanx.cluster.plans import Plan
 from phalanx.cluster.survey import GroupSpeed, HostShape, HostSpeed, ShapeRequest, ShareSpeed, SpeedRequest
 from phalanx.errors import ClusterError, ConfigError
+from phalanx.types import AllReduceFigure, SelfTest
 
 HOSTS = Hostfile(hosts=(Host(ssh="a", ips=("10.0.0.1",)), Host(ssh="b", ips=("10.0.0.2",))))
 
@@ -32,6 +34,8 @@ class World:
         self.problem = ""
         self.versions = {name: checks.versions() for name in self.shapes}
         self.dead: set[str] = set()
+        self.all_reduce_us: float | None = None  # None: the group does not start
+        self.groups: list[list[str]] = []
 
     def remote(self, name: str, *, python: str = "") -> Any:
         async def call(verb: str, request: Any, kind: type, **_: Any) -> Any:
@@ -65,7 +69,15 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
             Pair(one="a", other="b", address="x", measured=None if made.problem else made.link, problem=made.problem)
         ]
 
+    async def test_group(plan: Plan) -> Any:
+        made.groups.append([host.ssh for host in plan.hostfile.hosts])
+        if made.all_reduce_us is None:
+            raise ClusterError("A cluster is running already.")
+        figures = [AllReduceFigure(bytes=size, median_us=made.all_reduce_us, gb_per_s=1.0) for size in (4, 1 << 20)]
+        return SimpleNamespace(info=SimpleNamespace(self_test=SelfTest(summed=2, all_reduce=figures)))
+
     monkeypatch.setattr(planner, "Remote", made.remote)
+    monkeypatch.setattr(planner, "test_group", test_group)
     monkeypatch.setattr(planner, "measure_pairs", measure_pairs)
     return made
 
@@ -102,6 +114,18 @@ def test_hosts_are_measured_each_alone_and_so_are_their_links(world: World):
     slow = {plan.candidate.name: plan for plan in planned(hostfile=HOSTS).plans}["tp 2"].speed
     assert slow is not None and fast is not None
     assert slow.tokens_per_s[1] < fast.tokens_per_s[1] and slow.limit == "link latency"
+
+
+def test_all_reduces_are_timed_by_the_hosts_as_a_group_where_that_can_start(world: World):
+    def speeds() -> dict[str, Any]:
+        return {plan.candidate.name: plan.speed for plan in planned(hostfile=HOSTS).plans}
+
+    from_links = speeds()
+    world.all_reduce_us = 5000.0
+    timed = speeds()
+    assert world.groups == [["a", "b"]] * 2
+    assert timed["tp 2"].tokens_per_s[1] < from_links["tp 2"].tokens_per_s[1] / 2
+    assert timed["tp 2"].limit == "link latency" and timed["pp 2"] == from_links["pp 2"]
 
 
 def test_memory_alone_measures_nothing(world: World):

@@ -8,6 +8,17 @@ from phalanx.cluster import small_server
 from phalanx.errors import ClusterError
 
 
+def test_a_server_that_answers_nothing_is_ended(monkeypatch: pytest.MonkeyPatch):
+    script = (
+        "import socket; s = socket.create_server(('127.0.0.1', 0)); "
+        "print(f'phalanx is ready: http://127.0.0.1:{s.getsockname()[1]}/v1 (model demo)', flush=True); input()"
+    )
+    monkeypatch.setattr(small_server, "RUN_PHALANX", ("-c", script))
+    monkeypatch.setattr(small_server, "LIMIT_S", 2.0)
+    with pytest.raises(ClusterError, match=r"does not (start|answer) here"):
+        small_server.timed_steps(1, 1)
+
+
 @pytest.mark.parametrize(
     ("script", "said"),
     [

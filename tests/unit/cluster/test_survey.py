@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from support.planning import group, shape, timings
 
 from phalanx.cluster import survey
@@ -97,6 +98,20 @@ def test_what_a_start_measured_is_told_to_the_next(measured, served, tmp_path: P
     wanted = SpeedRequest(path="/m", key="k", shares=(), plans=("tp 2 on a, b", "one rank on a", "pp 2 on a, b"))
     bounded = Learned(rate=1 / MAX_LEARNED, ttft=MAX_LEARNED)
     assert speed_here(wanted, store).learned == {"tp 2 on a, b": Learned(rate=0.9, ttft=1.1), "one rank on a": bounded}
+    again = speed_here(replace(wanted, again=True), store)
+    assert set(again.learned.values()) == {Learned()}, "it was learned beside what is measured anew"
+    assert speed_here(wanted, store).learned == again.learned
+
+
+def test_a_group_measured_again_is_compared_with_what_serving_costs_now(
+    measured, served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    store = CalibrationStore(tmp_path, ("this machine",))
+    store.put(("serving",), ServingCost(step_s=77.0))
+    used: list[ServingCost] = []
+    monkeypatch.setattr(survey, "_group", lambda stages, width, serving, *_, **__: used.append(serving) or group())
+    found = speed_here(SpeedRequest(path="/m", key="k", shares=(), groups=((1, 2),), again=True), store)
+    assert used == [found.serving] and found.serving.step_s < 77.0
 
 
 def test_a_group_is_what_its_self_test_leaves(measured, served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
