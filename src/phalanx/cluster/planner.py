@@ -21,13 +21,12 @@ from phalanx.cluster.survey import GroupSpeed, HostShape, HostSpeed, RankShare, 
 from phalanx.dist.topology import Topology
 from phalanx.errors import ClusterError, ConfigError
 from phalanx.planning.candidates import Candidate, Fit, PlanHost, candidates, fit_memory
-from phalanx.planning.group_overhead import from_links
+from phalanx.planning.group_overhead import all_reduce_of_steps, from_links
 from phalanx.planning.model_shape import ModelShape
 from phalanx.planning.nearest import nearest
 from phalanx.planning.predictor import CONTEXT, Speed, predict
 from phalanx.planning.recommendation import GroupPlan
 from phalanx.planning.timings import GroupTimings, Learned, RankTimings
-from phalanx.types import SelfTest
 
 SHAPE_S = 180.0  # for a host's answer about a model
 SPEED_S = 900.0  # for a host to measure itself; minutes on a busy machine
@@ -96,7 +95,7 @@ async def make_plans(request: PlanRequest) -> Planned:
     speeds = await _speeds(request, remotes, shapes, able)
     links = Links()
     if request.hostfile is not None and len(named) > 1:
-        links = Links(await _links(request.hostfile, remotes), await _all_reduces(request, able))
+        links = Links(await _links(request.hostfile, remotes), await _all_reduces(request, able, speeds))
     plans = [GroupPlan(fit=fit, speed=_speed(shape, fit, speeds, links, request.context)) for fit in fits]
     return Planned(shape=shape, hosts=[*hosts.values()], plans=plans)
 
@@ -105,8 +104,8 @@ class Links(NamedTuple):
     """What was measured between hosts."""
 
     pairs: Sequence[Pair] = ()
-    tests: Mapping[int, SelfTest] = {}
-    """By width, of the first hosts as one group."""
+    all_reduce_s: Mapping[int, float] = {}
+    """Of a small all-reduce, by its number of hosts."""
 
 
 def _check_versions(shapes: Mapping[str, HostShape]) -> None:
@@ -165,8 +164,10 @@ async def _links(hostfile: Hostfile, remotes: Sequence[Remote]) -> list[Pair]:
     return pairs
 
 
-async def _all_reduces(request: PlanRequest, able: Sequence[Candidate]) -> dict[int, SelfTest]:
-    """The self-test of the first hosts as a group, for each width of a plan.
+async def _all_reduces(
+    request: PlanRequest, able: Sequence[Candidate], speeds: Mapping[str, HostSpeed]
+) -> dict[int, float]:
+    """Seconds of a small all-reduce in the self-test of the first hosts as a group, for each width of a plan.
 
     Where such a group cannot start, because a cluster runs there already or the small model has too few heads, the
     plan's all-reduces follow from its links.
@@ -177,8 +178,9 @@ async def _all_reduces(request: PlanRequest, able: Sequence[Candidate]) -> dict[
         plan = Plan(hostfile=request.hostfile.first(width), serve=("demo",), python=request.python)
         with contextlib.suppress(ClusterError):
             test = (await test_group(plan)).info.self_test
-            if test is not None:
-                found[width] = test
+            alone_s = max(speeds[host.ssh].serving.small_step_s for host in plan.hostfile.hosts)
+            if test is not None and (seconds := all_reduce_of_steps(test, alone_s)) is not None:
+                found[width] = seconds
     return found
 
 
@@ -212,5 +214,5 @@ def _group(candidate: Candidate, speeds: Mapping[str, HostSpeed], links: Links) 
     ]
     return from_links(
         widths, [one.median_us / 1e6 for one in inside], [one.gbit_per_s * 1e9 / 8 for one in inside],
-        links.tests.get(candidate.width),
+        links.all_reduce_s.get(candidate.width),
     )  # fmt: skip

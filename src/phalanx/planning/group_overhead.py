@@ -23,7 +23,10 @@ def serving_cost(served: ServedSteps, timings: RankTimings, shape: ModelShape) -
     """
     step_s, row_s = _line({rows: s - _computed_s(timings, shape, rows, served) for rows, s in served.step_s.items()})
     prompt_s = (served.prompt - 1) * shape.n_layers * timings.token_s + _computed_s(timings, shape, 1, served)
-    return ServingCost(step_s=step_s, row_s=row_s, first_s=max(0.0, served.first_s - prompt_s))
+    return ServingCost(
+        step_s=step_s, row_s=row_s, first_s=max(0.0, served.first_s - prompt_s),
+        small_step_s=_computed_s(timings, shape, 1, served),
+    )  # fmt: skip
 
 
 def overhead(
@@ -40,7 +43,10 @@ def overhead(
         cost: of one rank's server on this machine.
         timings, shape: of the served model.
     """
-    figures = _tested(test)
+    figures = tuple(
+        AllReduce(bytes=figure.bytes, seconds=figure.median_us / 1e6)
+        for figure in sorted([] if test is None else test.all_reduce, key=lambda figure: figure.bytes)
+    )
     all_reduces_s = shape.share(widths[0]).all_reduces * figures[0].seconds if figures else 0.0
     beyond = {
         rows: s - _computed_s(timings, shape, rows, served) - cost.step_s - rows * cost.row_s - all_reduces_s
@@ -50,9 +56,16 @@ def overhead(
     return GroupTimings(widths=widths, step_s=step_s, row_s=row_s, all_reduce=figures)
 
 
-def _tested(test: SelfTest | None) -> tuple[AllReduce, ...]:
-    figures = sorted([] if test is None else test.all_reduce, key=lambda figure: figure.bytes)
-    return tuple(AllReduce(bytes=figure.bytes, seconds=figure.median_us / 1e6) for figure in figures)
+def all_reduce_of_steps(test: SelfTest, alone_s: float) -> float | None:
+    """Seconds of an all-reduce within a step, where a rank also waits for others to arrive: what a group's steps of a
+    small model take longer than computing. It is more than all-reduces one after the other take.
+
+    Args:
+        alone_s: of one rank's step.
+    """
+    if not test.reductions or not test.step_ms:
+        return None
+    return max(0.0, test.step_ms / 1e3 - alone_s / test.summed) / test.reductions
 
 
 def _computed_s(timings: RankTimings, shape: ModelShape, rows: int, served: ServedSteps) -> float:
@@ -74,19 +87,21 @@ def from_links(
     widths: tuple[int, ...],
     round_trips_s: Sequence[float],
     bytes_per_s: Sequence[float],
-    test: SelfTest | None = None,
+    all_reduce_s: float | None = None,
 ) -> GroupTimings:
     """Derived from links: one round trip per step (a plan out, a report back), half a round trip per hop between
-    stages, and all-reduces that go around a ring twice, unless they were timed.
+    stages, and all-reduces that go around a ring twice.
 
     Args:
         round_trips_s, bytes_per_s: of the links between the group's hosts; the slowest counts.
-        test: of a stage's hosts.
+        all_reduce_s: of a small all-reduce, if it is known from a group's steps.
     """
     round_trip_s, speed = max(round_trips_s), min(bytes_per_s)
     width = max(widths)
     turns = 2 * (width - 1)
-    derived = tuple(AllReduce(bytes=size, seconds=turns * (round_trip_s / 2 + size / width / speed)) for size in SIZES)
-    all_reduce = (_tested(test) or derived) if width > 1 else ()
+    least_s = turns * round_trip_s / 2 if all_reduce_s is None else all_reduce_s
+    sums = tuple(AllReduce(bytes=size, seconds=least_s + turns * size / width / speed) for size in SIZES)
     step_s = round_trip_s + (len(widths) - 1) * round_trip_s / 2
-    return GroupTimings(widths=widths, step_s=step_s, all_reduce=all_reduce, bytes_per_s=speed, measured=False)
+    return GroupTimings(
+        widths=widths, step_s=step_s, all_reduce=sums if width > 1 else (), bytes_per_s=speed, measured=False
+    )

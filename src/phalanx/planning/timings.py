@@ -70,6 +70,8 @@ class ServingCost(Struct, frozen=True, kw_only=True):
     """And of every row in it."""
     first_s: Seconds = 0.0
     """Of a request, once."""
+    small_step_s: Seconds = 0.0
+    """That one rank computes for a step of the bundled model, which groups of hosts test themselves with."""
 
 
 class Learned(Struct, frozen=True, kw_only=True):

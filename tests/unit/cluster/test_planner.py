@@ -18,7 +18,7 @@ from phalanx.cluster.planner import PlanRequest, make_plans
 from phalanx.cluster.plans import Plan
 from phalanx.cluster.survey import GroupSpeed, HostShape, HostSpeed, ShapeRequest, ShareSpeed, SpeedRequest
 from phalanx.errors import ClusterError, ConfigError
-from phalanx.types import AllReduceFigure, SelfTest
+from phalanx.types import SelfTest
 
 HOSTS = Hostfile(hosts=(Host(ssh="a", ips=("10.0.0.1",)), Host(ssh="b", ips=("10.0.0.2",))))
 
@@ -34,7 +34,7 @@ class World:
         self.problem = ""
         self.versions = {name: checks.versions() for name in self.shapes}
         self.dead: set[str] = set()
-        self.all_reduce_us: float | None = None  # None: the group does not start
+        self.step_ms: float | None = None  # of the small model; None: the group does not start
         self.groups: list[list[str]] = []
 
     def remote(self, name: str, *, python: str = "") -> Any:
@@ -71,10 +71,10 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
     async def test_group(plan: Plan) -> Any:
         made.groups.append([host.ssh for host in plan.hostfile.hosts])
-        if made.all_reduce_us is None:
+        if made.step_ms is None:
             raise ClusterError("A cluster is running already.")
-        figures = [AllReduceFigure(bytes=size, median_us=made.all_reduce_us, gb_per_s=1.0) for size in (4, 1 << 20)]
-        return SimpleNamespace(info=SimpleNamespace(self_test=SelfTest(summed=2, all_reduce=figures)))
+        test = SelfTest(summed=2, reductions=16, step_ms=made.step_ms)
+        return SimpleNamespace(info=SimpleNamespace(self_test=test))
 
     monkeypatch.setattr(planner, "Remote", made.remote)
     monkeypatch.setattr(planner, "test_group", test_group)
@@ -121,7 +121,7 @@ def test_all_reduces_are_timed_by_the_hosts_as_a_group_where_that_can_start(worl
         return {plan.candidate.name: plan.speed for plan in planned(hostfile=HOSTS).plans}
 
     from_links = speeds()
-    world.all_reduce_us = 5000.0
+    world.step_ms = 80.0
     timed = speeds()
     assert world.groups == [["a", "b"]] * 2
     assert timed["tp 2"].tokens_per_s[1] < from_links["tp 2"].tokens_per_s[1] / 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.planning import shape, timings
 
-from phalanx.planning.group_overhead import from_links, overhead, serving_cost
+from phalanx.planning.group_overhead import all_reduce_of_steps, from_links, overhead, serving_cost
 from phalanx.planning.timings import ServedSteps, ServingCost
 from phalanx.types import AllReduceFigure, SelfTest
 
@@ -45,7 +45,8 @@ def test_what_a_group_adds_is_what_serving_and_sums_leave():
 
 def test_a_step_that_is_faster_than_its_parts_adds_nothing():
     fast = ServedSteps(prompt=48, context=CONTEXTS, step_s={1: 1e-6, 16: 2e-6}, first_s=1e-6)
-    assert serving_cost(fast, timings(), shape()) == NONE
+    found = serving_cost(fast, timings(), shape())
+    assert (found.step_s, found.row_s, found.first_s) == (0.0, 0.0, 0.0) and found.small_step_s == computed(1)
     alone = overhead((1, 1), fast, NONE, None, timings(), shape())
     assert (alone.step_s, alone.row_s, alone.all_reduce) == (0.0, 0.0, ())
 
@@ -53,6 +54,16 @@ def test_a_step_that_is_faster_than_its_parts_adds_nothing():
 def test_more_streams_never_cost_less_than_one():
     odd = ServedSteps(prompt=48, context=CONTEXTS, step_s={1: 0.5, 16: 0.4}, first_s=1.0)
     assert serving_cost(odd, timings(), shape()).row_s == 0.0
+
+
+def test_an_all_reduce_within_a_step_is_what_computing_leaves_of_it():
+    test = SelfTest(summed=2, reductions=16, step_ms=5.0)
+    assert all_reduce_of_steps(test, alone_s=2e-3) == pytest.approx(4e-3 / 16)
+    assert all_reduce_of_steps(test, alone_s=99.0) == 0.0
+    assert all_reduce_of_steps(SelfTest(step_ms=5.0), alone_s=2e-3) is None, "stages of one rank"
+    found = from_links((2,), [1e-3], [1e8], 7e-3)
+    assert found.all_reduce[0].seconds == pytest.approx(7e-3 + found.all_reduce[0].bytes / 1e8)
+    assert found.step_s == pytest.approx(1e-3)
 
 
 def test_links_alone():
