@@ -41,7 +41,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
 from servers import MODEL_NAME, phalanx
-from serving import own_counters, progress, spread
+from short_chats import own_counters, progress, spread
 
 from phalanx.bench.http_client import open_client, stream_chat
 

@@ -108,7 +108,10 @@ async def come_and_go(client: httpx.AsyncClient, tokens: int, seed: int) -> None
 
 
 async def crowd(client: httpx.AsyncClient, tokens: int, seed: int) -> None:
-    """More rows than there is memory for, so that the youngest are preempted."""
+    """More rows than there is memory for beside the streams, so that the youngest are preempted.
+
+    The scene's memory is that of 40,000 tokens of the tiny model; another one needs `--serve '--kv-cache-gb ..'`.
+    """
     await asyncio.gather(*(_complete(client, _random_prompt(tokens, seed + i), 60) for i in range(8)))
 
 
@@ -118,7 +121,7 @@ SCENES = {
     "beside-16": Scene(16, 6000, read_prompt, again=True),
     "restored": Scene(4, 6000, converse, flags=()),
     "ending": Scene(4, 60, come_and_go, flags=()),
-    "preempted": Scene(4, 400, crowd, flags=("--kv-cache-gb", "0.25", "--max-model-len", "4096")),
+    "preempted": Scene(4, 4000, crowd, flags=("--kv-cache-gb", "0.082", "--max-model-len", "8192")),
     "idle": Scene(4, 100, idles=True),
 }
 

@@ -37,7 +37,7 @@ from cpu_models import SHAPES, SMALL, write_mlx
 from rich.console import Console
 from rich.table import Table
 from servers import mlx_lm, phalanx
-from serving import own_counters, progress, prompt, request, spread
+from short_chats import own_counters, progress, prompt, request, spread
 
 from phalanx.bench.http_client import open_client, stream_chat
 from phalanx.bench.load_generator import closed_loop

@@ -46,7 +46,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from scripted_model import ANSWER, DRAFT, TARGETS, reciter, works
 from servers import mlx_lm, phalanx
-from serving import progress
+from short_chats import progress
 from speculation_figures import FREE, OFF, Figures, Point, Results, body, said, show
 
 from phalanx.bench.http_client import open_client, stream_chat
