@@ -326,13 +326,13 @@ FAULTS: tuple[Fault, ...] = (
         pattern=r"of [\d,]+ TCP segments were sent again",
         example="rank 0 on a, rank 1 on b: 40 of 2,000 TCP segments were sent again.",
         cause="The connection between these two hosts loses packets: a bad cable, port or switch, or Wi-Fi.",
-        remedy="Run `phalanx net test`; replace the cable, or move it to another port. Wi-Fi does not do.",
+        remedy="Run `phalanx net test`; replace the cable, or move it to another port. Do not use Wi-Fi.",
     ),
     Fault(
         name="link-slow",
         pattern=r"took [\d.]+ ms for a round trip( at best|.*it should be wired)",
         example="rank 0 on a, rank 1 on b: took 5.2 ms for a round trip at best.",
-        cause="The connection between these two hosts is slow: Wi-Fi, a VPN, or a way through a router.",
+        cause="The connection between these two hosts is slow: Wi-Fi, a VPN, or a route through a router.",
         remedy="Run `phalanx net test`; give `ips` of a wired network in the hostfile.",
     ),
     Fault(

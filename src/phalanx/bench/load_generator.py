@@ -134,7 +134,7 @@ async def closed_loop(
 
 
 def offered(outcomes: Mapping[int, Outcome], wall_s: float) -> OfferedLoad:
-    """The result of a load, of what became of its requests."""
+    """Collects the outcomes of a load's requests."""
     ordered = [outcomes[number] for number in sorted(outcomes)]
     exchanges = tuple(outcome for outcome in ordered if isinstance(outcome, TimedExchange))
     failures = tuple(str(outcome) for outcome in ordered if isinstance(outcome, RequestFailed))

@@ -167,7 +167,7 @@ def tables(found: Sequence[Run | ServerComparison]) -> list[Table]:
 
 
 def shown(value: Any) -> str:
-    """A cell: three digits at least, nothing for what was not measured."""
+    """A cell: at least three digits; empty if not measured."""
     if isinstance(value, float):
         return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
     return "" if value is None else str(value)

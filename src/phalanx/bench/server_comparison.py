@@ -15,7 +15,7 @@ from phalanx.bench.workload import LoadConfig
 RATIOS = (
     "output_throughput", "request_throughput", "median_ttft_ms", "median_tpot_ms", "median_itl_ms", "median_e2el_ms"
 )  # fmt: skip
-"""Figures that are compared; more is better of the first two."""
+"""Figures that are compared; for the first two, higher is better."""
 
 Figures = Mapping[str, Any]
 
@@ -37,7 +37,7 @@ async def compare(
 ) -> None:
     """Measure the servers in the order A B, B A, A B, ...: slow drifts of the machine affect both.
 
-    A round's prompts are those of no other round, so that no prefix is cached. Only the first round has warm-ups.
+    Each round has its own prompts, so that no prefix is cached. Only the first round has warm-ups.
 
     Args:
         found: name of a server -> gets its figures after each round in which both were measured.

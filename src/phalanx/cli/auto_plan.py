@@ -115,7 +115,7 @@ def read_predicted(text: str) -> PredictedSpeed | None:
 
 
 def learn_from(speeds: SpeedMeter) -> None:
-    """Keep how far off a prediction was, for later ones of the same model and plan."""
+    """Store measured over predicted speed, for later predictions of the same model and plan."""
     predicted, rate, first_s = speeds.predicted, speeds.tokens_per_second, speeds.ttft_seconds
     if predicted is None or not predicted.plan or (rate is None and first_s is None):
         return

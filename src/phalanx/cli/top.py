@@ -70,7 +70,7 @@ async def _follow(live: Live, base: str, key: str | None, certificate: Path | No
     """Show a server until Ctrl-C; one that goes away after it answered is shown as gone until it is back.
 
     Raises:
-        ConfigError: what answers is none of phalanx, or refuses the key.
+        ConfigError: the server is not phalanx, or refuses the key.
         RequestFailed: it never answered.
     """
     parts: dict[str, Any] | None = None
@@ -105,7 +105,7 @@ async def _overviews(base: str, key: str | None, certificate: Path | None) -> As
     """The parts after each event.
 
     Raises:
-        ConfigError: the server does not answer, refuses the key, or is none of phalanx.
+        ConfigError: the server does not answer, refuses the key, or is not phalanx.
     """
     timeout = httpx.Timeout(SILENCE_S)
     try:

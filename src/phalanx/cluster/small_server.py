@@ -82,7 +82,7 @@ async def _measure(url: str) -> ServedSteps:
         prompt = [draw.randrange(100, MAX_ID) for _ in range(PROMPT)]
         return {
             "model": DEMO, "prompt": prompt, "max_tokens": n, "temperature": 0, "ignore_eos": True,
-            "skip_special_tokens": False,  # each token has a text, so that it shows when it comes
+            "skip_special_tokens": False,  # every token yields text, so that its arrival can be timed
         }  # fmt: skip
 
     async with open_client(url) as client:

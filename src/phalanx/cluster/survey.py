@@ -36,7 +36,7 @@ MEASURE_S = 300.0  # for one line of a measurement
 ASKING = 30 << 20  # bytes of the process that asks MLX how much memory there is
 GROUP_S = 120.0  # for a small model's group to start and test itself
 LEARNED = "learned"
-MAX_LEARNED = 2.0  # what is further off is no matter of speed: another program, a throttled processor
+MAX_LEARNED = 2.0  # a larger factor has another cause, such as another program or a throttled processor
 PACKAGES = ("phalanx", "phalanx-cpu", "mlx", "mlx-lm")
 
 

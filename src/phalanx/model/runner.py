@@ -1,6 +1,4 @@
-"""The runner: executes buffer operations and forwards on one rank; decides nothing (design: Lock step).
-
-Knows no sequences, sampling, commits or other ranks."""
+"""The runner: executes buffer operations and forwards on one rank; decides nothing (design: Lock step)."""
 
 from __future__ import annotations
 
@@ -88,11 +86,6 @@ class Runner:
     def uncounted_bytes(self) -> int:
         """The part of `kv_bytes` that MLX does not count."""
         return self.kv_bytes if row_memory.in_pages() else 0
-
-    @property
-    def prefix_bytes(self) -> int:
-        """Bytes of all kept prefixes."""
-        return sum(entry.nbytes for entry in self._entries.values())
 
     def begin(self, step: int) -> None:
         """Begin a step, whose number later faults are reported with."""

@@ -214,7 +214,7 @@ def server_bytes(shape: ModelShape) -> int:
 
 
 def _with_tokenizer(one: Prediction, group: Candidate, shape: ModelShape) -> Prediction:
-    """The prediction once the server has its tokenizer, which it reads while ranks load."""
+    """The prediction once the server has its tokenizer, which the server reads while ranks load."""
     if one.machine.kind == "cuda" or one.host != group.hosts[0]:
         return one
     left = max(0, one.machine.available - TOKENIZER * shape.tokenizer_bytes)

@@ -181,6 +181,5 @@ def _beside(predicted: PredictedSpeed, info: ModelInfo) -> str:
     )
     if info.self_test is None or not info.self_test.step_ms:
         return text
-    return (
-        f"{text}; the self-test's took {info.self_test.step_ms:.2f} ms ({1000 / info.self_test.step_ms:.1f} a second)"
-    )
+    step_ms = info.self_test.step_ms
+    return f"{text}; the self-test's step took {step_ms:.2f} ms ({1000 / step_ms:.1f} a second)"

@@ -122,7 +122,7 @@ function links(found) {
     h("h3", { text: link.problem }), link.remedy ? h("p", { class: "remedy" }, commands(link.remedy)) : null)));
   return h("section", { class: "links" }, h("h2", { text: "Links" }), bad.length ? h("ol", { class: "events" }, bad) : null,
     table("Links", ["Between", "Carries", "State", ...columns.map(([, label]) => ({ n: label }))], rows),
-    h("p", { class: "hint", text: "Time is a connection's least round trip of the last minutes; of all-reduces, time and bandwidth are the self-test's. Waited is time that steps stood still for frames, also while the stage before computed. What nothing measures is left out." }));
+    h("p", { class: "hint", text: "Time is a connection's least round trip of the last minutes; of all-reduces, time and bandwidth are the self-test's. Waited is time that steps stood still for frames, also while the stage before computed. Figures that no rank measures are left out." }));
 }
 
 function selfTest(found) {

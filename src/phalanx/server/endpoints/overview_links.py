@@ -1,4 +1,5 @@
-"""The links between ranks for the page and `phalanx top`: what each carries, what is known of it, a bad one first.
+"""The links between ranks for the page and `phalanx top`: one row per link with its traffic, figures and state; bad
+links first.
 
 Bad is a link that a fault of the last hour names, that loses packets, or that is slow. What no rank measures is left
 out. The remedies are those of `faults.py`, which knows the words by which the links are called bad here.
@@ -42,7 +43,7 @@ Blames = Sequence[tuple[Blame, float]]
 
 @lru_cache(maxsize=128)  # more than a server remembers: the patterns are searched once for each fault
 def blame(what: str) -> Blame | None:
-    """The link that a fault's text names; None if it is no fault of a link."""
+    """The link that a fault's text names; None if the fault concerns no link."""
     fault = recognise(what)
     if fault is None:
         return None
