@@ -178,7 +178,7 @@ async def _measure(one_remote: Remote, other_remote: Remote, address: str) -> Li
         await answers.aclose()
 
 
-async def test_group(plan: Plan) -> GroupTest:
+async def test_group(plan: Plan, timeout_s: float = TEST_S) -> GroupTest:
     """Test all-reduces over all ranks with a small model. Leaves nothing running.
 
     Raises:
@@ -191,7 +191,7 @@ async def test_group(plan: Plan) -> GroupTest:
         for remote, spec in zip(others, agents, strict=True):
             await remote.call("start", spec, SupervisorStarted)
             started.append(remote)
-        return await first.call("group-test", TestRequest(spec=server), GroupTest, timeout_s=TEST_S)
+        return await first.call("group-test", TestRequest(spec=server), GroupTest, timeout_s=timeout_s)
     finally:
         if started:
             await asyncio.shield(on_all(started, "stop", StopRequest(), Stopped))

@@ -29,6 +29,7 @@ from phalanx.planning.recommendation import GroupPlan
 from phalanx.planning.timings import GroupTimings, Learned, RankTimings
 
 SHAPE_S = 180.0  # for a host's answer about a model
+GROUP_S = 90.0  # for a small model's group on several hosts to start and test itself; else links have to do
 SPEED_S = 900.0  # for a host to measure itself; minutes on a busy machine
 THIS_MACHINE = "localhost"
 
@@ -177,7 +178,7 @@ async def _all_reduces(
     for width in sorted({one.width for one in able if one.width > 1 and one.ranks_here < one.size}):
         plan = Plan(hostfile=request.hostfile.first(width), serve=("demo",), python=request.python)
         with contextlib.suppress(ClusterError):
-            test = (await test_group(plan)).info.self_test
+            test = (await test_group(plan, GROUP_S)).info.self_test
             alone_s = max(speeds[host.ssh].serving.small_step_s for host in plan.hostfile.hosts)
             if test is not None and (seconds := all_reduce_of_steps(test, alone_s)) is not None:
                 found[width] = seconds

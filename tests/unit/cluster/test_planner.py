@@ -69,7 +69,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
             Pair(one="a", other="b", address="x", measured=None if made.problem else made.link, problem=made.problem)
         ]
 
-    async def test_group(plan: Plan) -> Any:
+    async def test_group(plan: Plan, timeout_s: float) -> Any:
         made.groups.append([host.ssh for host in plan.hostfile.hosts])
         if made.step_ms is None:
             raise ClusterError("A cluster is running already.")
