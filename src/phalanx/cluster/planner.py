@@ -19,7 +19,7 @@ from phalanx.cluster.plans import Plan
 from phalanx.cluster.ssh import Remote, from_all
 from phalanx.cluster.survey import GroupSpeed, HostShape, HostSpeed, RankShare, ShapeRequest, SpeedRequest
 from phalanx.dist.topology import Topology
-from phalanx.errors import ClusterError, ConfigError
+from phalanx.errors import ClusterError, ConfigError, PhalanxError
 from phalanx.planning.candidates import Candidate, Fit, PlanHost, candidates, fit_memory
 from phalanx.planning.group_overhead import all_reduce_of_steps, from_links
 from phalanx.planning.model_shape import ModelShape
@@ -177,7 +177,7 @@ async def _all_reduces(
     found = {}
     for width in sorted({one.width for one in able if one.width > 1 and one.ranks_here < one.size}):
         plan = Plan(hostfile=request.hostfile.first(width), serve=("demo",), python=request.python)
-        with contextlib.suppress(ClusterError):
+        with contextlib.suppress(PhalanxError):
             test = (await test_group(plan, GROUP_S)).info.self_test
             alone_s = max(speeds[host.ssh].serving.small_step_s for host in plan.hostfile.hosts)
             if test is not None and (seconds := all_reduce_of_steps(test, alone_s)) is not None:
