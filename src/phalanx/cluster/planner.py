@@ -160,7 +160,7 @@ async def _links(hostfile: Hostfile, remotes: Sequence[Remote]) -> list[Pair]:
         if pair.measured is None:
             raise ClusterError(
                 f"The link from {pair.one} to {pair.other} could not be measured: {pair.problem}",
-                remedy="`phalanx net test --links` shows all links.",
+                remedy="`phalanx net test --links-only` shows all links.",
             )
     return pairs
 
