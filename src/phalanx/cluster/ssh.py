@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shlex
+import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Iterable, Sequence
@@ -290,18 +292,20 @@ async def _write(stream: asyncio.StreamWriter, data: bytes) -> None:
 
 
 async def end(process: asyncio.subprocess.Process) -> None:
-    """End a child process: SIGTERM, then SIGKILL after 2 s. Drops input that it has not read."""
+    """End a child process: SIGTERM, then SIGKILL after 2 s. Drops input that it has not read.
+
+    `Process.terminate` would also ask for its status, which asyncio's own thread then misses: it warns on stderr.
+    """
     if process.stdin is not None and not process.stdin.is_closing():
         process.stdin.transport.abort()
     if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            async with asyncio.timeout(2.0):
-                await process.wait()
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(2.0 if number == signal.SIGTERM else None):
+                    await process.wait()
+                return
 
 
 def failure(name: str, code: int, *output: str, doing: str) -> ClusterError:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -73,3 +75,24 @@ def test_a_line_without_end_is_an_error(monkeypatch):
 
     with pytest.raises(ClusterError, match=r"liar: .*a line of more than 1000 bytes"):
         asyncio.run(listen())
+
+
+@pytest.mark.parametrize("ignores", [False, True])
+def test_a_command_is_ended_without_asking_for_its_status(ignores, monkeypatch):
+    """The status of one that has just ended would be lost to asyncio's thread, which warns on stderr."""
+
+    def poll(process: subprocess.Popen[bytes]) -> int | None:
+        raise AssertionError("asked")
+
+    async def scenario() -> int | None:
+        ignoring = "signal.signal(signal.SIGTERM, signal.SIG_IGN); " if ignores else ""
+        script = f"import signal, time; {ignoring}print(); time.sleep(600)"
+        process = await ssh._started([sys.executable, "-uc", script])
+        assert process.stdout is not None
+        await process.stdout.readline()
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess.Popen, "poll", poll)
+            await ssh.end(process)
+        return process.returncode
+
+    assert asyncio.run(scenario()) == -(signal.SIGKILL if ignores else signal.SIGTERM)
