@@ -48,7 +48,7 @@ def test_the_shape_of_a_share_is_what_a_rank_keeps():
         parts = shape.share(degree)
         prepared = load.prepare(MODEL_DIR, dtype="auto", trust_remote_code=False, reducer=ShardReducer(degree))
         assert total(parts.stage(0, shape.n_layers)).kept == prepared.weights_bytes
-        assert parts.sums == prepared.sums
+        assert parts.all_reduces == prepared.sums
     whole, half = shape.share(1), shape.share(2)
     assert half.kv_token_bytes == tuple(size // 2 for size in whole.kv_token_bytes)
 

@@ -116,7 +116,7 @@ def test_the_check_passes_and_leaves_nothing(family: str) -> None:
     before = inspect(family).one_row
     runner = probed(family, Runner)
     assert runner.facts.one_row == before
-    assert (runner.kv_bytes, runner._entries, runner.written_caches()) == (0, {}, [])
+    assert (runner.kv_bytes, runner.prefix_bytes, runner.written_caches()) == (0, 0, [])
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])

@@ -129,7 +129,7 @@ def test_a_row_is_kept_layer_by_layer_although_another_takes_its_slot() -> None:
     arena.admit(0)
     assert not mx.any(arena.leaves[0].arrays()[0][0]).item()
     arena.copy_saved(1)
-    assert [array.nbytes for part in snapshot.copied for array in part] == [1500 * 1024] * 2
+    assert len(snapshot.copied) == 1 and snapshot.nbytes == 1500 * 2048
     assert [[np.array(array).min() for array in part] for part in snapshot.parts] == [[1, 1], [1, 1]]
     assert snapshot.parts[1][1].shape == (1, 4, 1500, 64)
     arena.give_back()

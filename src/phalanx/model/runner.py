@@ -87,6 +87,11 @@ class Runner:
         """The part of `kv_bytes` that MLX does not count."""
         return self.kv_bytes if row_memory.in_pages() else 0
 
+    @property
+    def prefix_bytes(self) -> int:
+        """Bytes of all kept prefixes."""
+        return sum(entry.nbytes for entry in self._entries.values())
+
     def begin(self, step: int) -> None:
         """Begin a step, whose number later faults are reported with."""
         self._step = step

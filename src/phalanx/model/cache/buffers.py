@@ -50,6 +50,11 @@ class Snapshot:
         """Whether the copies of all layers exist."""
         return self._source is None or len(self.copied) == len(self._source.leaves)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is copied so far."""
+        return sum(array.nbytes for part in self.copied for array in part)
+
 
 class ArenaBuffers:
     """The buffers of one arena. `caches` is the cache list for the model's call."""
