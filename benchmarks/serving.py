@@ -1,8 +1,8 @@
 """phalanx's HTTP server against mlx_lm.server: the same models and requests, in turns, by `phalanx bench compare`.
 
 Decoding reads every weight once per step, so one stream cannot be faster than bytes of weights over memory bandwidth,
-and rows computed together share that read. Stock MLX's CPU kernels are far from that limit, and both servers call them
-where phalanx's own kernels are not installed: they differ in everything around the model call.
+and rows computed together share that read. MLX's CPU kernels are far from that limit, and both servers call them here:
+they differ in everything around the model call. Decoding is compared by TPOT.
 
 `bench compare` does not measure the time to the first token of a short prompt that comes while a long one is being
 prefilled. A server that prefills the long prompt in one piece makes the short one wait for all of it; chunks make it
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from short_chats import prompt, request
 
 from phalanx.bench.http_client import open_client, stream_chat
 from phalanx.config import RUN_PHALANX
+from phalanx.environment import KERNELS_VARIABLE
 
 RATE = "33"  # per second: mlx_lm.server listens with a backlog of 5, and of 16 requests at once it resets a few
 LOADS = ((1, 128), (4, 96), (16, 64))
@@ -55,6 +57,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=SUBJECTS, help="one model only")
     options = parser.parse_args()
+    os.environ[KERNELS_VARIABLE] = "0"
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as directory:
         for name, subject in SUBJECTS.items():

@@ -1,4 +1,4 @@
-"""What benchmarks share: requests that no prefix cache knows, phalanx's own counters, and figures as text."""
+"""Shared by benchmarks: requests without a cached prefix, phalanx's own counters, and figures as text."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from support.models import make_model
 from support.speculation import Engine, load
@@ -17,12 +18,13 @@ from support.speculation import Engine, load
 from phalanx.kernels import install
 from phalanx.model import runner as runner_module
 from phalanx.model.cache.buffers import ArenaBuffers, Snapshot
+from phalanx.model.cache.layer_layout import Heads, KvLayout
 from phalanx.model.disk_blocks import BlockLayout, DiskBlocks
 from phalanx.prefix_store import store as store_module
 from phalanx.prefix_store.store import PrefixStore
 from phalanx.sched import disk_prefixes
 from phalanx.sched.disk_index import DiskIndex
-from phalanx.sched.plan import DiskOutcome, Evict
+from phalanx.sched.plan import DiskBlock, DiskOutcome, DropBlocks, Evict, WriteBlocks
 from phalanx.types import Sampling, SequenceRequest, StopRule, Submit
 
 
@@ -123,6 +125,35 @@ def test_streams_get_their_tokens_while_blocks_are_written_and_read(
     assert finish("again") == first
     finished = answers["again"].finished
     assert finished is not None and finished.disk_tokens == 512
+
+
+def test_blocks_that_are_dropped_are_written_before_and_no_others(
+    made: tuple[Engine, list[DiskOutcome]], tmp_path: Path
+) -> None:
+    """A write that came after would keep them. A full disk drops some with every write."""
+    kernels = pytest.importorskip("phalanx_cpu")
+    heads = Heads(2, 64, mx.float32)
+    layouts = [KvLayout(heads, heads, None)] * 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(install, "operations", lambda: kernels.ops)
+        arena = ArenaBuffers(layouts)
+        arena.resize(2, 512)
+        for slot in range(2):
+            arena.admit(slot)
+        entries = {number: arena.save(number, 256) for number in range(2)}
+        outcomes: list[DiskOutcome] = []
+        layout = BlockLayout(layouts)
+        store = PrefixStore(tmp_path / "drops", "model", layout.sizes)
+        disk = DiskBlocks(store, layout, 0, 1 << 24, outcomes.append)
+        for number, name in enumerate((b"a" * 16, b"b" * 16)):
+            block = DiskBlock(name, b"", bytes(4 * 256), b"owner")
+            disk.apply(WriteBlocks(number, 0, (block,)), entries, lambda _: arena)
+        disk.begin_writes()
+        assert [len(entry.copied) for entry in entries.values()] == [0, 0]
+        disk.apply(DropBlocks((b"b" * 16,)), entries, lambda _: arena)
+        assert [len(entry.copied) for entry in entries.values()] == [0, 2]
+        disk.close()
+    assert [block.name for block in store.blocks] == [b"a" * 16]
 
 
 @pytest.mark.parametrize("is_beside", [True, False], ids=["beside a stream", "alone"])

@@ -1,9 +1,9 @@
 """Generates load on an OpenAI-compatible server with streaming clients, and measures latencies.
 
 Requests are due at given times, or as soon as one of a number of clients is free: in a closed loop each client sends
-its next request when its last one has ended, though none before all clients have begun, so the load follows the
-server's speed. Percentiles interpolate linearly
-between order statistics (numpy's default, Hyndman and Fan's type 7).
+its next request when its last one has ended, so the load follows the server's speed; but no client sends a second one
+before all have sent a first. Percentiles interpolate linearly between order statistics (numpy's default, Hyndman and
+Fan's type 7).
 """
 
 from __future__ import annotations

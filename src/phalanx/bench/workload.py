@@ -67,7 +67,7 @@ class LoadConfig(Struct, frozen=True, kw_only=True):
 
 
 def check_load(config: LoadConfig) -> None:
-    """Check that a load can be made of the settings, and that each of them counts.
+    """Refuse settings that make no load, or that belong to another one.
 
     Raises:
         ConfigError: names the flag.

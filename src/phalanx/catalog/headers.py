@@ -49,9 +49,10 @@ def headers_of(model: str) -> Path:
         )
     folder = cache_dir() / "headers" / f"{listing.repository.replace('/', '--')}-{listing.commit}"
     small = [file for file in files if any(fnmatchcase(file.rfilename, pattern) for pattern in SMALL)]
-    if folder.is_dir() and all((folder / file.rfilename).exists() for file in small):
-        return folder
-    shutil.rmtree(folder, ignore_errors=True)  # it had links to the hub's cache, from which the model was deleted
+    if folder.is_dir():
+        if all((folder / file.rfilename).exists() for file in small):
+            return folder
+        shutil.rmtree(folder, ignore_errors=True)  # its links dangle: the model was deleted from the hub's cache
     folder.parent.mkdir(parents=True, exist_ok=True)
     begun = Path(tempfile.mkdtemp(prefix=".begun-", dir=folder.parent))
     try:

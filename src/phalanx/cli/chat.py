@@ -128,7 +128,7 @@ class ChatSession:
 def talk(server: ServerAddress, model: str | None, session: ChatSession) -> int:
     """Read a line, show the answer, until the user ends it: Ctrl-C ends an answer, Ctrl-D the conversation.
 
-    A script, whose lines come through a pipe, gets the exit code of the last request that failed.
+    With input from a pipe, the exit code is that of the last failed request.
     """
     code: int = ExitCode.OK
     model = model or asyncio.run(_first_model(server))

@@ -29,7 +29,7 @@ from phalanx.planning.recommendation import GroupPlan
 from phalanx.planning.timings import GroupTimings, Learned, RankTimings
 
 SHAPE_S = 180.0  # for a host's answer about a model
-GROUP_S = 90.0  # for a small model's group on several hosts to start and test itself; else links have to do
+GROUP_S = 90.0  # for a small model's group on several hosts to start and test itself; after that, links are used
 SPEED_S = 900.0  # for a host to measure itself; minutes on a busy machine
 THIS_MACHINE = "localhost"
 

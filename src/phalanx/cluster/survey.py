@@ -169,19 +169,20 @@ def speed_here(request: SpeedRequest, store: CalibrationStore | None = None) -> 
         ClusterError: a measurement failed; has its last line.
     """
     store = store or CalibrationStore(Path.home() / ".phalanx", machine_key())
+    learned = {plan: found for plan in request.plans if (found := store.get((LEARNED, request.key, plan), Learned))}
+    if request.again:
+        store = store.from_now_on()
+        for plan in learned:  # it was relative to what was measured before
+            learned[plan] = Learned()
+            store.put((LEARNED, request.key, plan), learned[plan])
     shares = [
-        ShareSpeed(share=share, timings=_timings(request.path, request.key, share, store, again=request.again))
-        for share in request.shares
+        ShareSpeed(share=share, timings=_timings(request.path, request.key, share, store)) for share in request.shares
     ]
-    serving = _serving(store, again=request.again)
+    serving = _serving(store)
     groups = [
-        GroupSpeed(stages=stages, width=width, timings=_group(stages, width, serving, store, again=request.again))
+        GroupSpeed(stages=stages, width=width, timings=_group(stages, width, serving, store))
         for stages, width in request.groups
     ]
-    learned = {plan: found for plan in request.plans if (found := store.get((LEARNED, request.key, plan), Learned))}
-    for plan in learned if request.again else ():  # it was relative to what was measured before
-        learned[plan] = Learned()
-        store.put((LEARNED, request.key, plan), learned[plan])
     return HostSpeed(shares=shares, groups=groups, serving=serving, learned=learned)
 
 
@@ -226,9 +227,9 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
-def _timings(path: str, key: str, share: RankShare, store: CalibrationStore, *, again: bool) -> RankTimings:
+def _timings(path: str, key: str, share: RankShare, store: CalibrationStore) -> RankTimings:
     what = ("rank", key, f"degree {share.degree}", f"{share.ranks_here} ranks here")
-    known = None if again else store.get(what, RankTimings)
+    known = store.get(what, RankTimings)
     if known is not None:
         return known
     measured = _measure(path, share)
@@ -300,13 +301,13 @@ def _asked(what: str, benches: list[_Bench]) -> list[Measured]:
     return [msgspec.json.decode(bench.answer(), type=Measured) for bench in benches]
 
 
-def _group(stages: int, width: int, serving: ServingCost, store: CalibrationStore, *, again: bool) -> GroupTimings:
+def _group(stages: int, width: int, serving: ServingCost, store: CalibrationStore) -> GroupTimings:
     """What a group of this machine adds to a small model's steps, and its all-reduces as its self-test times them."""
     what = ("group", f"{stages} stages", f"{width} wide")
-    known = None if again else store.get(what, GroupTimings)
+    known = store.get(what, GroupTimings)
     if known is not None:
         return known
-    small, timings = _small(stages, width, store, again=again)
+    small, timings = _small(stages, width, store)
     command = [sys.executable, *RUN_PHALANX, "selftest", DEMO, "--json", "--tp", str(width), "--pp", str(stages)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=GROUP_S, check=False)
@@ -322,12 +323,12 @@ def _group(stages: int, width: int, serving: ServingCost, store: CalibrationStor
     return found
 
 
-def _serving(store: CalibrationStore, *, again: bool) -> ServingCost:
+def _serving(store: CalibrationStore) -> ServingCost:
     """What a server on this machine adds to what its ranks compute: a small model's steps, less what one computes."""
-    known = None if again else store.get(("serving",), ServingCost)
+    known = store.get(("serving",), ServingCost)
     if known is not None:
         return known
-    small, timings = _small(1, 1, store, again=again)
+    small, timings = _small(1, 1, store)
     found = serving_cost(_served(1, 1), timings, small)
     store.put(("serving",), found)
     return found
@@ -340,8 +341,8 @@ def _served(stages: int, width: int) -> ServedSteps:
     return timed_steps(stages, width)
 
 
-def _small(stages: int, width: int, store: CalibrationStore, *, again: bool) -> tuple[ModelShape, RankTimings]:
+def _small(stages: int, width: int, store: CalibrationStore) -> tuple[ModelShape, RankTimings]:
     """The small model, and a rank's times with it."""
     small = shape_here(ShapeRequest(model=DEMO, max_degree=width))
     share = RankShare(degree=width, ranks_here=stages * width)
-    return small.shape, _timings(small.path, small.shape.key, share, store, again=again)
+    return small.shape, _timings(small.path, small.shape.key, share, store)

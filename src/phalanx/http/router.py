@@ -67,7 +67,8 @@ class Router:
     def _meant(self, path: str) -> str:
         """A hint where the client's base URL lacks /v1, or has it once too often, or a path is mistyped."""
         near = get_close_matches(path[:MAX_COMPARED], self._at, n=1, cutoff=0.85)
-        meant = next((other for other in (f"/v1{path}", path.removeprefix("/v1"), *near) if other in self._at), "/")
+        exact = (f"/v1{path}", path.removeprefix("/v1"), path.removeprefix("/api"))
+        meant = next((other for other in (*exact, *near) if other in self._at), "/")
         return "" if meant == "/" else f". Did you mean {meant}?"
 
     def _that_match(self, path: str) -> Iterator[tuple[str, dict[str, Route]]]:

@@ -11,7 +11,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import assert_never
@@ -136,20 +136,23 @@ class DiskBlocks:
             case CompareBlock():
                 self._compare(op, entries[op.entry], arena(op.arena).save(op.slot, op.stop))
             case DropBlocks():
-                self.begin_writes(at_once=True)  # a write that comes after would keep what is dropped
+                self.begin_writes(dropped=frozenset(op.names))
                 self._writer.submit(self._drop, op)
             case _:
                 assert_never(op)
 
-    def begin_writes(self, *, at_once: bool = False) -> None:
-        """Begin to write the snapshots that are copied.
+    def begin_writes(self, *, at_once: bool = False, dropped: Set[bytes] = frozenset()) -> None:
+        """Begin to write the snapshots that are copied. Out of time, `close` writes none.
 
         Args:
             at_once: copy the others now, because no row waits for it.
+            dropped: blocks that are dropped next; a write of one must come before, so its snapshot is copied now.
         """
         waiting, self._uncopied = self._uncopied, []
         for op, snapshot in waiting:
-            if at_once or snapshot.is_copied:
+            if time.monotonic() > self._close_at:
+                return
+            if at_once or snapshot.is_copied or any(block.name in dropped for block in op.blocks):
                 self._keep(self._writer.submit(self._write_all, op, self._layout.views(snapshot)), snapshot)
             else:
                 self._uncopied.append((op, snapshot))

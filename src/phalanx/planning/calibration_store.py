@@ -36,17 +36,24 @@ class CalibrationStore:
     Args:
         folder: of the file; created with the first entry.
         machine: everything about this machine and its software that affects timings.
+        since: seconds since 1970; earlier measurements count as missing.
     """
 
-    def __init__(self, folder: Path, machine: tuple[str, ...]) -> None:
+    def __init__(self, folder: Path, machine: tuple[str, ...], since: float = 0.0) -> None:
+        self._folder = folder
         self._file = folder / FILE
         self._machine = machine
+        self._since = since
+
+    def from_now_on(self) -> CalibrationStore:
+        """The same file, without the measurements until now."""
+        return CalibrationStore(self._folder, self._machine, time.time())
 
     def get(self, what: tuple[str, ...], kind: type[T]) -> T | None:
         """A measurement; None if there is none, or machine or software have changed since."""
         entry = self._read().get(self._key(what))
         try:
-            return None if entry is None else msgspec.json.decode(entry.value, type=kind)
+            return None if entry is None or entry.at < self._since else msgspec.json.decode(entry.value, type=kind)
         except msgspec.DecodeError:
             return None
 

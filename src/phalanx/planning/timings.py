@@ -71,7 +71,7 @@ class ServingCost(Struct, frozen=True, kw_only=True):
     first_s: Seconds = 0.0
     """Of a request, once."""
     small_step_s: Seconds = 0.0
-    """That one rank computes for a step of the bundled model, which groups of hosts test themselves with."""
+    """Computation of one rank in a step of the bundled model, with which hosts test themselves as a group."""
 
 
 class Learned(Struct, frozen=True, kw_only=True):

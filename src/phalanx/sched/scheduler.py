@@ -341,8 +341,8 @@ class Scheduler:
             return
         self._copies.begin(seq)
         if seq.first_token is None:
-            loaded = isinstance(seq.prefix, Hit) and seq.prefix.entry == seq.load
-            seq.cached_tokens, seq.disk_tokens = 0, seq.prefix_len if loaded else 0
+            seq.is_loaded = isinstance(seq.prefix, Hit) and seq.prefix.entry == seq.load
+            seq.cached_tokens = seq.disk_tokens = 0
             self.counters.prefix_queries += seq.prompt_len
 
     def _copy_prefixes(self) -> None:
@@ -354,7 +354,7 @@ class Scheduler:
                 self.layout.promote(row)
             if row.first_token is None:  # only now: a prefix may be dropped while it is copied
                 row.cached_tokens = min(row.kv_len, row.prompt_len)
-                row.disk_tokens = min(row.disk_tokens, row.cached_tokens)
+                row.disk_tokens = row.cached_tokens if row.is_loaded else 0
                 self.counters.prefix_hits += row.cached_tokens
                 self.counters.disk_hits += row.disk_tokens
 

@@ -79,6 +79,7 @@ class Sequence:
         self.last_token: float | None = None
         self.cached_tokens = 0
         self.disk_tokens = 0  # of those, loaded from disk for it
+        self.is_loaded = False  # its prefix was loaded from disk for it
         self.looked_on_disk = False
         self.checkpoint = request.checkpoint  # computed tokens at which its prefix is kept; 0: none, or done
         self.load: int | None = None  # the prefix entry that was loaded for it

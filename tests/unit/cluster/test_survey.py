@@ -44,7 +44,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, RankShare]]:
 @pytest.fixture
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """What serving costs is known."""
-    monkeypatch.setattr(survey, "_serving", lambda store, *, again: ServingCost())
+    monkeypatch.setattr(survey, "_serving", lambda store: ServingCost())
 
 
 def asked(*shares: RankShare, key: str = "k", again: bool = False) -> SpeedRequest:
@@ -60,6 +60,16 @@ def test_what_is_known_is_not_measured_again(measured, no_server, tmp_path: Path
     speed_here(asked(ONE, key="another model"), store)
     speed_here(asked(ONE), CalibrationStore(tmp_path, ("this machine", "mlx 2")))
     assert measured[2:] == [("/m", ONE)] * 3
+
+
+def test_what_is_measured_again_is_measured_once(measured, served, tmp_path: Path):
+    """The bundled model's layers are wanted for its own plans, and to know what serving costs."""
+    store = CalibrationStore(tmp_path, ("this machine",))
+    wanted = SpeedRequest(path="/demo", key=shape().key, shares=(ONE,), again=True)
+    first = speed_here(wanted, store)
+    assert measured == [("/demo", ONE)]
+    assert speed_here(replace(wanted, again=False), store) == first and len(measured) == 1
+    assert speed_here(wanted, store) == first and len(measured) == 2
 
 
 SERVED = ServedSteps(prompt=48, context={1: 100, 16: 100}, step_s={1: 1.0, 16: 2.0}, first_s=2.0)

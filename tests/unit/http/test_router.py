@@ -53,6 +53,7 @@ def test_what_no_route_takes():
         ("/chat", ". Did you mean /v1/chat?"),
         ("/v1/v1/chat", ". Did you mean /v1/chat?"),
         ("/v1/health", ". Did you mean /health?"),
+        ("/api/v1/chat", ". Did you mean /v1/chat?"),
         ("/v1/chta", ". Did you mean /v1/chat?"),
         ("/v1/chat/", ". Did you mean /v1/chat?"),
         ("/v1/", ""),

@@ -61,6 +61,7 @@ def test_an_all_reduce_within_a_step_is_what_computing_leaves_of_it():
     assert all_reduce_of_steps(test, alone_s=2e-3) == pytest.approx(4e-3 / 16)
     assert all_reduce_of_steps(test, alone_s=99.0) == 0.0
     assert all_reduce_of_steps(SelfTest(step_ms=5.0), alone_s=2e-3) is None, "stages of one rank"
+    assert all_reduce_of_steps(SelfTest(summed=0, reductions=16, step_ms=5.0), alone_s=2e-3) is None
     found = from_links((2,), [1e-3], [1e8], 7e-3)
     assert found.all_reduce[0].seconds == pytest.approx(7e-3 + found.all_reduce[0].bytes / 1e8)
     assert found.step_s == pytest.approx(1e-3)

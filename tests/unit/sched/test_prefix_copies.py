@@ -81,6 +81,24 @@ def test_a_prefix_that_is_dropped_while_it_is_copied_leaves_what_was_copied(live
     assert sim.finished["again"].cached_tokens == 100 == sim.scheduler.counters.prefix_hits
 
 
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_row_that_ends_while_its_prefix_is_copied_reports_none_of_it(is_loaded: bool) -> None:
+    sim = simulation(100)
+    sim.submit(make_request("first", prompt_of(320), 1))
+    sim.run()
+    sim.submit(make_request("stream", prompt_of(10, 3), 100))
+    sim.step()
+    sim.submit(make_request("again", prompt_of(320), 3))
+    sim.step()
+    (row,) = [row for row in sim.scheduler.by_number.values() if row.request.id == "again"]
+    assert row.prefix is not None and 0 < row.kv_len < row.prefix_len
+    row.is_loaded = is_loaded
+    assert (row.cached_tokens, row.disk_tokens) == (0, 0)
+    if is_loaded:
+        sim.run()
+        assert sim.finished["again"].disk_tokens == sim.finished["again"].cached_tokens == 319
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_random_lives_give_the_reference(seed: int) -> None:
     """Few tokens of memory for rows and for prefixes, many common prefixes, cancellations, choices of one request."""

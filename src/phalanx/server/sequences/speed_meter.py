@@ -47,7 +47,7 @@ class SpeedMeter:
         self._busy_until = 0.0  # when the last request left
 
     def finished(self, timings: Timings, event: Finished, prompt_tokens: int, *, is_alone: bool) -> None:
-        """Note a request that ended, unless it shared the engine or had an earlier one.
+        """Note a request that ended, unless it shared the engine or an earlier engine began it.
 
         Args:
             is_alone: no other is unfinished, and this engine computed all of its tokens.
