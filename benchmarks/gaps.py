@@ -60,10 +60,13 @@ Span = tuple[float, float]
 
 
 class Played(NamedTuple):
-    """What a scene brought: the streams' arrivals, a time in which they were alone, and the time that counts."""
+    """What a scene brought: the streams' arrivals, times in which they were alone, and the time that counts.
+
+    Beside an event of a minute, streams grow, and their steps take longer for that: they are alone before and after.
+    """
 
     arrivals: Arrivals
-    alone: Span
+    alone: list[Span]
     beside: Span
     more: dict[str, float]
 
@@ -177,6 +180,8 @@ async def _beside(client: httpx.AsyncClient, scene: Scene, turn: int) -> Played:
     sent = time.monotonic()
     await scene.event(client, scene.tokens, turn)
     ended = time.monotonic()
+    await asyncio.sleep(ALONE_S)
+    last = time.monotonic()
     for stream in streams:
         if stream.done():
             raise RuntimeError(f"a stream ended before the event: {stream.result()}")
@@ -188,7 +193,7 @@ async def _beside(client: httpx.AsyncClient, scene: Scene, turn: int) -> Played:
         again = time.monotonic()
         await scene.event(client, scene.tokens, turn + 1000)
         more = {"event_beside_to_alone": round((ended - sent) / (time.monotonic() - again), 2)}
-    return Played(arrivals, (begun, sent), (sent, ended), more)
+    return Played(arrivals, [(begun, sent), (ended, last)], (sent, ended), more)
 
 
 async def _alone(client: httpx.AsyncClient, scene: Scene) -> Played:
@@ -196,11 +201,11 @@ async def _alone(client: httpx.AsyncClient, scene: Scene) -> Played:
     await _together(client, scene._replace(tokens=20))  # the first model calls of a process are slower
     arrivals, span, first_ms = await _together(client, scene)
     if not scene.idles:
-        return Played(arrivals, span, span, {"tokens_s": _speed(arrivals, span)})
+        return Played(arrivals, [span], span, {"tokens_s": _speed(arrivals, span)})
     await asyncio.sleep(IDLE_S)
     after, span_after, first_after_ms = await _together(client, scene)
     joined = [a + b for a, b in zip(arrivals, after, strict=True)]
-    return Played(joined, span, span_after, {"first_ms": first_ms, "first_ms_after": first_after_ms})
+    return Played(joined, [span], span_after, {"first_ms": first_ms, "first_ms_after": first_after_ms})
 
 
 async def _together(client: httpx.AsyncClient, scene: Scene) -> tuple[Arrivals, Span, float]:
@@ -235,17 +240,20 @@ def _body(prompt: str | list[int]) -> dict[str, Any]:
 
 
 def _figures(played: Played, trace: Path) -> dict[str, Any]:
-    alone, beside = _gaps(played.arrivals, played.alone), _gaps(played.arrivals, played.beside)
-    median = statistics.median(alone)
+    alone = [_gaps(played.arrivals, span) for span in played.alone]
+    medians, beside = [statistics.median(each) for each in alone], _gaps(played.arrivals, played.beside)
+    median = statistics.mean(medians)
+    speed = statistics.mean(_speed(played.arrivals, span) for span in played.alone)
     ratios = [gap / median for gap in beside]
     bounds = (0.0, *EDGES, float("inf"))
     return {
         "median_ms": round(median * 1e3, 1),
+        "medians_ms": [round(each * 1e3, 1) for each in medians],
         "p50": round(percentile(ratios, 50), 2),
         "p99": round(percentile(ratios, 99), 2),
         "longest": round(ratios[-1], 2),
-        "longest_alone": round(alone[-1] / median, 2),
-        "speed": round(_speed(played.arrivals, played.beside) / _speed(played.arrivals, played.alone), 2),
+        "longest_alone": round(max(each[-1] for each in alone) / median, 2),
+        "speed": round(_speed(played.arrivals, played.beside) / speed, 2),
         **played.more,
         "histogram": {f"<= {high:g}": sum(low < r <= high for r in ratios) for low, high in itertools.pairwise(bounds)},
         "long_steps": _long_steps(trace, played.beside, median),
